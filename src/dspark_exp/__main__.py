@@ -1,0 +1,65 @@
+"""The command line: Hydra composes, one task runs. ``python -m dspark_exp --help``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig
+
+from dspark_exp.errors import ConfigError, DsparkError
+
+log = logging.getLogger("dspark_exp")
+_HERE = Path(__file__).parent
+CONF = _HERE / "conf" if (_HERE / "conf").is_dir() else _HERE.parents[1] / "conf"
+_QUIET = ("lightning.pytorch", "lightning.fabric", "httpx", "alembic", "mlflow")
+
+
+def run(composed: DictConfig) -> None:
+    """Validate the config and hand over to its task."""
+    from dspark_exp.config import resolved_dict, validated  # heavy imports after --help and --cfg are served
+    from dspark_exp.tasks import sweep
+    from dspark_exp.tasks.make_tiny_target import run_make_tiny_target
+    from dspark_exp.tasks.train_eval import Job, show, train_eval
+
+    for name in _QUIET:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module="lightning")
+    config = validated(composed)
+    if config.task == "make_tiny_target":
+        run_make_tiny_target(config)
+    elif config.task == "train_eval":
+        job = Job(config, resolved_dict(composed))
+        if sweep.RECORDS_VARIABLE in os.environ:
+            sweep.recorded(job.folder.name, job.results_path, lambda: train_eval(job))
+        else:
+            show(train_eval(job))
+    else:
+        raise ConfigError(f"task={config.task!r} is unknown; choose from train_eval, make_tiny_target.")
+
+
+def _guarded(composed: DictConfig) -> None:
+    try:
+        run(composed)
+    except DsparkError as error:
+        if os.environ.get("HYDRA_FULL_ERROR"):
+            raise
+        print(f"dspark_exp: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def main() -> None:
+    """Entry of ``python -m dspark_exp`` and of the ``dspark_exp`` script."""
+    hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")(_guarded)()
+    sweep = sys.modules.get("dspark_exp.tasks.sweep")
+    if sweep is not None and sweep.failures:
+        print("dspark_exp: not everything finished:\n  " + "\n  ".join(sweep.failures), file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

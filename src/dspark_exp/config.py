@@ -1,0 +1,253 @@
+"""The schema of an experiment: what every option is called, its type and its unit. Validated once, at the edge.
+
+In: the composed Hydra config. Out: typed dataclasses. Knows nothing about models; below ``tasks`` no config is passed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from dspark_exp.errors import ConfigError
+
+
+@dataclass
+class SamplingConfig:
+    """temperature >= 0 (0 = greedy), top_k >= 0 (0 = off), 0 < top_p <= 1 (1 = off)."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+
+
+@dataclass
+class DraftDefaults:
+    """Drafter sizes that suit a target; drafter files interpolate them."""
+
+    num_layers: int
+    head_rank: int
+    intermediate_size: int | None
+
+
+@dataclass
+class TargetConfig:
+    """The frozen model. ``path``: embedded, a folder, or a hub id."""
+
+    name: str
+    path: str
+    dtype: str
+    layer_ids: list[int] | None
+    num_feature_layers: int
+    mask_token_id: int | None
+    thinking: bool
+    sampling: SamplingConfig
+    draft: DraftDefaults
+
+
+@dataclass
+class DrafterConfig:
+    """A drafter: the network, its objective, and the LightningModule that trains it."""
+
+    name: str
+    network: dict[str, Any]
+    objective: dict[str, Any]
+    module: str
+
+
+@dataclass
+class DataConfig:
+    """Training conversations."""
+
+    source: str  # language | jsonl
+    path: str | None  # JSONL file for source=jsonl
+    num_per_benchmark: int  # prompts per synthetic benchmark for source=language
+    max_rows: int | None  # null = all
+    max_length: int  # tokens
+    max_new_tokens: int  # of a regenerated reply
+    num_validation: int  # prompts held out for val/tau
+    validation_max_new_tokens: int
+    regenerate_batch_size: int
+
+
+@dataclass
+class FeaturesConfig:
+    """Where target features come from."""
+
+    mode: str  # stored | online
+    dtype: str
+    max_gb: float
+    batch_size: int
+
+
+@dataclass
+class TrainerConfig:
+    """Budget and optimizer of drafter training."""
+
+    max_steps: int
+    batch_size: int  # sequences a step on each device
+    num_anchors: int  # blocks a sequence
+    accumulate: int  # batches an optimizer step
+    lr: float
+    head_lr_scale: float  # learning-rate factor of the sequential and confidence heads
+    warmup_ratio: float
+    weight_decay: float
+    beta2: float
+    clip: float  # gradient norm
+    objective_ramp: float  # share of training over which CE blends into the drafter's objective; 0 = never
+    validate_every_steps: int
+    log_every_steps: int
+    accelerator: str
+    devices: int
+    precision: str  # auto | 32-true | bf16-mixed | ...
+    num_workers: int
+    num_threads: int | None  # CPU threads; null = PyTorch's choice
+
+
+@dataclass
+class BenchmarkConfig:
+    """What is evaluated."""
+
+    source: str  # language | prompts
+    specs: dict[str, Any]  # name -> {domain, hub, num_prompts}
+    names: list[str] | None  # null = all of specs
+    dir: str | None  # folder of <name>.jsonl; null = hub
+    num_prompts: int
+    max_new_tokens: int
+
+
+@dataclass
+class EvaluationConfig:
+    """How it is evaluated."""
+
+    sampling: SamplingConfig
+    policy: dict[str, Any]
+    batch_size: int
+    plain_prompts: int  # prompts a benchmark decoded without drafter, for the speed-up
+    seed: int
+
+
+@dataclass
+class TrackingConfig:
+    """MLflow."""
+
+    enabled: bool
+    uri: str
+    experiment: str
+
+
+@dataclass
+class PathsConfig:
+    """Folders, relative to where the command is typed."""
+
+    outputs: str
+    reports: str
+    cache: str
+
+
+@dataclass
+class ExperimentConfig:
+    """The whole experiment."""
+
+    task: str
+    experiment: str | None
+    seed: int
+    target: TargetConfig
+    drafter: DrafterConfig
+    data: DataConfig
+    features: FeaturesConfig
+    trainer: TrainerConfig
+    benchmark: BenchmarkConfig
+    evaluation: EvaluationConfig
+    tracking: TrackingConfig
+    paths: PathsConfig
+    tiny_target: dict[str, Any] = field(default_factory=dict)
+
+
+_NOT_NUMBERS = ("paths", "tracking", "experiment", "task", "tiny_target")
+
+
+def validated(composed: DictConfig) -> ExperimentConfig:
+    """The composed config as dataclasses.
+
+    Raises:
+        ConfigError: an unknown, missing or wrongly typed option; the message names it.
+    """
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(ExperimentConfig), composed)
+        OmegaConf.resolve(merged)
+        missing = OmegaConf.missing_keys(merged)
+        if missing:
+            raise ConfigError(f"Required options have no value: {', '.join(sorted(missing))}.")
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise ConfigError(_one_sentence(error)) from error
+    assert isinstance(config, ExperimentConfig)
+    _check_ranges(config)
+    return config
+
+
+def resolved_dict(composed: DictConfig) -> dict[str, Any]:
+    """Plain nested dicts with every interpolation resolved."""
+    plain = OmegaConf.to_container(composed, resolve=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def job_key(plain: dict[str, Any]) -> str:
+    """Hash of everything in a resolved config that can change a number."""
+    relevant = {key: value for key, value in plain.items() if key not in _NOT_NUMBERS}
+    return hashlib.sha256(json.dumps(relevant, sort_keys=True, default=str).encode()).hexdigest()[:10]
+
+
+def flattened(plain: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``{"a": {"b": 1}}`` -> ``{"a.b": 1}``."""
+    flat: dict[str, Any] = {}
+    for key, value in plain.items():
+        if isinstance(value, dict) and value:
+            flat |= flattened(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _one_sentence(error: OmegaConfBaseException) -> str:
+    key = getattr(error, "full_key", "") or ""
+    text = str(error).splitlines()[0]
+    if "not in" in text and key:
+        return f"Unknown option {key!r}. Run with --help for the groups, or --cfg job to see every option."
+    return f"Option {key!r}: {text}" if key else text
+
+
+def _check_ranges(config: ExperimentConfig) -> None:
+    at_least_one = {
+        "data.max_length": config.data.max_length,
+        "data.max_new_tokens": config.data.max_new_tokens,
+        "data.num_validation": config.data.num_validation,
+        "trainer.batch_size": config.trainer.batch_size,
+        "trainer.num_anchors": config.trainer.num_anchors,
+        "trainer.max_steps": config.trainer.max_steps,
+        "trainer.accumulate": config.trainer.accumulate,
+        "trainer.validate_every_steps": config.trainer.validate_every_steps,
+        "benchmark.num_prompts": config.benchmark.num_prompts,
+        "benchmark.max_new_tokens": config.benchmark.max_new_tokens,
+        "evaluation.batch_size": config.evaluation.batch_size,
+        "features.batch_size": config.features.batch_size,
+    }
+    for name, value in at_least_one.items():
+        if value < 1:
+            raise ConfigError(f"{name}={value}: expected at least 1.")
+    choices = {
+        "data.source": (config.data.source, ("language", "jsonl")),
+        "features.mode": (config.features.mode, ("stored", "online")),
+        "benchmark.source": (config.benchmark.source, ("language", "prompts")),
+    }
+    for name, (value, allowed) in choices.items():
+        if value not in allowed:
+            raise ConfigError(f"{name}={value!r} is unknown; choose from {', '.join(allowed)}.")
+    if config.data.source == "jsonl" and not config.data.path:
+        raise ConfigError("data.source=jsonl needs data.path=<JSONL file with conversations or turns>.")

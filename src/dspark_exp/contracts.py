@@ -1,0 +1,111 @@
+"""Values that cross rooms, and nothing else. Knows no model, no file, no config.
+
+Shapes: N sequences, S tokens, A anchors, G block size, V vocabulary, d hidden, m tapped layers,
+B tokens of one flattened forward, R requests of a batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """What a drafter must know about its target. ``layer_ids`` are 0-based; layer i's output = hidden_states[i+1]."""
+
+    name: str
+    family: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope_parameters: dict[str, object]
+    max_position_embeddings: int
+    vocab_size: int
+    num_usable_tokens: int
+    layer_ids: tuple[int, ...]
+    mask_token_id: int
+    pad_token_id: int
+    stop_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TargetFeatures:
+    """What the target gives for N sequences: the only thing a drafter learns from (DESIGN section 4)."""
+
+    input_ids: Tensor  # [N, S]
+    supervised: Tensor  # [N, S] bool
+    taps: Tensor  # [N, S, m*d]
+    final: Tensor  # [N, S, d], exactly what the LM head eats
+
+
+@dataclass(frozen=True)
+class AnchorBlocks:
+    """A anchors per sequence. ``live[n, a, k]`` = slot k predicts a supervised token inside the sequence."""
+
+    positions: Tensor  # [N, A] position t of each anchor
+    labels: Tensor  # [N, A, G] token t+k, k from 1
+    previous: Tensor  # [N, A, G] token t+k-1, what a sequential head conditions on when teacher-forced
+    live: Tensor  # [N, A, G] bool, a prefix along k
+
+
+@dataclass(frozen=True)
+class FrozenHead:
+    """Embedding and LM head of the target, held by reference."""
+
+    embedding: nn.Module
+    lm_head: nn.Linear
+
+
+class KVPass(Protocol):
+    """One forward pass of B flattened tokens over per-request key/value rows."""
+
+    row_B: Tensor
+    position_B: Tensor
+
+    def write(self, layer: int, key_BHD: Tensor, value_BHD: Tensor) -> None:
+        """Store keys and values at (row, position) without attending."""
+
+    def attend(self, layer: int, query_BHD: Tensor, key_BHD: Tensor, value_BHD: Tensor, scale: float) -> Tensor:
+        """Store keys and values, then attend every query to the keys it may see; returns [B, H, D]."""
+
+
+class KVStore(Protocol):
+    """Key/value rows of R requests, each with its own length."""
+
+    def causal_pass(self, rows: list[int], starts: list[int], counts: list[int]) -> KVPass:
+        """Tokens start .. start+count-1 of each row; a query sees its row's positions up to its own."""
+
+    def block_pass(self, rows: list[int], starts: list[int], count: int) -> KVPass:
+        """``count`` tokens per row that all see each other and everything before ``start``."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A drafted block. ``probs`` is the distribution really sampled from, after bias, temperature, top-k/p."""
+
+    tokens: Tensor  # [R, G]
+    probs: Tensor  # [R, G, V]
+    confidence: Tensor | None  # [R, G] predicted conditional acceptance, or None
+
+
+class Sampler(Protocol):
+    """Turns logits into the distribution that is sampled, and draws from it."""
+
+    def probs(self, logits: Tensor) -> Tensor:
+        """[..., V] probabilities after temperature, top-k, top-p (one-hot at temperature 0)."""
+
+    def draw(self, probs: Tensor, uniform: Tensor) -> Tensor:
+        """Token ids [...] by inverse CDF at ``uniform`` [...] in [0, 1)."""
+
+
+def autocast_dtype(device: torch.device, default: torch.dtype) -> torch.dtype:
+    """The dtype matrix products run in under the active autocast, else ``default``."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else default

@@ -1,0 +1,230 @@
+"""Target features on disk: content-addressed, checksummed, written atomically, bounded.
+
+In: rows and a function that computes features. Out: a data set of rows with features, shared by all drafters of a
+sweep. Knows nothing about models. A folder is complete when its index exists; an interrupted build goes on where it
+stopped, because every finished shard is valid by itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from dspark_exp.data.rendering import Row
+from dspark_exp.errors import ConfigError, DataError
+
+log = logging.getLogger(__name__)
+ROWS_PER_SHARD = 256
+ComputeFeatures = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_GB = 1e9
+
+
+@dataclass(frozen=True)
+class StoredRow:
+    """One training row; ``taps`` and ``final`` are absent when features are computed online."""
+
+    input_ids: Tensor  # [S]
+    supervised: Tensor  # [S] bool
+    taps: Tensor | None = None  # [S, m*d]
+    final: Tensor | None = None  # [S, d]
+
+
+class TokenRows(Dataset[StoredRow]):
+    """Rows without features (``features=online``)."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> StoredRow:
+        row = self._rows[index]
+        return StoredRow(torch.tensor(row.input_ids), torch.tensor(row.supervised))
+
+
+class FeatureStore(Dataset[StoredRow]):
+    """Rows with features read from memory-mapped shards."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        index = json.loads((folder / "index.json").read_text())
+        self._starts: list[list[int]] = index["starts"]
+        self._length = int(index["num_rows"])
+        self._open: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> StoredRow:
+        shard, offset = divmod(index, ROWS_PER_SHARD)
+        if shard not in self._open:
+            self._open[shard] = safe_open(self._folder / _shard_name(shard), framework="pt")
+        handle = self._open[shard]
+        first, last = self._starts[shard][offset], self._starts[shard][offset + 1]
+        parts = {name: handle.get_slice(name)[first:last] for name in ("input_ids", "supervised", "taps", "final")}
+        return StoredRow(parts["input_ids"].long(), parts["supervised"].bool(), parts["taps"], parts["final"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": {}}  # file handles stay in their process
+
+
+def build_feature_store(
+    root: Path,
+    rows: Sequence[Row],
+    compute: ComputeFeatures,
+    fingerprint: dict[str, Any],
+    *,
+    feature_size: int,
+    dtype: str,
+    max_gb: float,
+    batch_size: int,
+    device: torch.device,
+    pad_id: int,
+    on_shard: Callable[[int, int], None] = lambda done, total: None,
+) -> FeatureStore:
+    """Open the store of exactly these rows, target and settings, computing what is missing.
+
+    Args:
+        feature_size: (m + 1) * d, numbers per token.
+        max_gb: the store's size limit in gigabytes, checked before any work.
+
+    Raises:
+        ConfigError: unknown dtype or the store would exceed ``max_gb``.
+        DataError: a shard is corrupt (it is deleted, so that running again recomputes it).
+    """
+    if dtype not in _DTYPES:
+        raise ConfigError(f"features.dtype={dtype!r} is unknown; choose from {', '.join(_DTYPES)}.")
+    num_bytes = sum(len(row.input_ids) for row in rows) * feature_size * _DTYPES[dtype].itemsize
+    if num_bytes > max_gb * _GB:
+        raise ConfigError(
+            f"Stored features need {num_bytes / _GB:.1f} GB, features.max_gb allows {max_gb:g}: raise it, take fewer "
+            "rows (data.max_rows), store features.dtype=bfloat16, or compute them as you train (features=online)."
+        )
+    manifest = {**fingerprint, "feature_dtype": dtype, "rows": _rows_digest(rows)}
+    key = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:16]
+    folder = root / key
+    if not (folder / "index.json").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_json(folder / "manifest.json", manifest)
+        _write_shards(folder, rows, compute, _DTYPES[dtype], batch_size, device, pad_id, on_shard)
+    _verify(folder)
+    return FeatureStore(folder)
+
+
+def _write_shards(
+    folder: Path,
+    rows: Sequence[Row],
+    compute: ComputeFeatures,
+    dtype: torch.dtype,
+    batch_size: int,
+    device: torch.device,
+    pad_id: int,
+    on_shard: Callable[[int, int], None],
+) -> None:
+    starts, checksums = [], []
+    num_shards = -(-len(rows) // ROWS_PER_SHARD)
+    for shard in range(num_shards):
+        part = rows[shard * ROWS_PER_SHARD : (shard + 1) * ROWS_PER_SHARD]
+        lengths = [len(row.input_ids) for row in part]
+        starts.append([0, *torch.tensor(lengths).cumsum(0).tolist()])
+        path = folder / _shard_name(shard)
+        if not path.exists():
+            tensors = _compute_shard(part, compute, dtype, batch_size, device, pad_id)
+            temporary = path.with_suffix(".partial")
+            save_file(tensors, temporary)
+            temporary.replace(path)
+        checksums.append(_checksum(path))
+        on_shard(shard + 1, num_shards)
+    _write_json(folder / "index.json", {"num_rows": len(rows), "starts": starts, "sha256": checksums})
+
+
+def _compute_shard(
+    part: Sequence[Row],
+    compute: ComputeFeatures,
+    dtype: torch.dtype,
+    batch_size: int,
+    device: torch.device,
+    pad_id: int,
+) -> dict[str, Tensor]:
+    """Rows of similar length share a forward pass; the shard keeps their given order."""
+    order = sorted(range(len(part)), key=lambda i: len(part[i].input_ids))
+    taps: dict[int, Tensor] = {}
+    final: dict[int, Tensor] = {}
+    for first in range(0, len(order), batch_size):
+        chosen = order[first : first + batch_size]
+        ids, mask = pad_ids([part[i].input_ids for i in chosen], pad_id)
+        taps_NSE, final_NSd = compute(ids.to(device), mask.to(device))
+        for position, i in enumerate(chosen):
+            length = len(part[i].input_ids)
+            taps[i] = taps_NSE[position, :length].to("cpu", dtype)
+            final[i] = final_NSd[position, :length].to("cpu", dtype)
+    return {
+        "input_ids": torch.tensor([t for row in part for t in row.input_ids], dtype=torch.int32),
+        "supervised": torch.tensor([t for row in part for t in row.supervised], dtype=torch.uint8),
+        "taps": torch.cat([taps[i] for i in range(len(part))]),
+        "final": torch.cat([final[i] for i in range(len(part))]),
+    }
+
+
+def pad_ids(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Right-padded ids [N, S] and their attention mask."""
+    length = max(len(s) for s in sequences)
+    ids = torch.full((len(sequences), length), pad_id)
+    mask = torch.zeros(len(sequences), length, dtype=torch.long)
+    for index, sequence in enumerate(sequences):
+        ids[index, : len(sequence)] = torch.tensor(list(sequence))
+        mask[index, : len(sequence)] = 1
+    return ids, mask
+
+
+def _verify(folder: Path) -> None:
+    """Sizes always, so that a torn file is found at once; contents when a marker of this check is absent."""
+    index = json.loads((folder / "index.json").read_text())
+    marker = folder / "verified"
+    if marker.exists():
+        return
+    for shard, expected in enumerate(index["sha256"]):
+        path = folder / _shard_name(shard)
+        if not path.exists() or _checksum(path) != expected:
+            path.unlink(missing_ok=True)
+            (folder / "index.json").unlink()
+            raise DataError(f"Feature shard {path} is corrupt; it was removed. Run again to recompute it.")
+    marker.touch()
+
+
+def _checksum(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 24):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _rows_digest(rows: Sequence[Row]) -> str:
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps([row.input_ids, [int(s) for s in row.supervised]]).encode())
+    return digest.hexdigest()[:16]
+
+
+def _shard_name(shard: int) -> str:
+    return f"shard-{shard:05d}.safetensors"
+
+
+def _write_json(path: Path, value: Any) -> None:
+    temporary = path.with_suffix(".partial")
+    temporary.write_text(json.dumps(value, indent=1))
+    temporary.replace(path)

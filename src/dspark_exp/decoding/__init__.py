@@ -1,0 +1,22 @@
+"""Lossless speculative decoding over batches of requests."""
+
+from dspark_exp.decoding.loop import Clock, SpeculativeLoop
+from dspark_exp.decoding.policies import Fixed, Full, Threshold, VerificationPolicy
+from dspark_exp.decoding.requests import Generation, Request, Round
+from dspark_exp.decoding.sampling import Sampling
+from dspark_exp.decoding.verification import Verdict, verify_block
+
+__all__ = [
+    "Clock",
+    "Fixed",
+    "Full",
+    "Generation",
+    "Request",
+    "Round",
+    "Sampling",
+    "SpeculativeLoop",
+    "Threshold",
+    "Verdict",
+    "VerificationPolicy",
+    "verify_block",
+]

@@ -1,0 +1,6 @@
+"""Drafters: parallel backbone, sequential heads, confidence head, and the Eagle3 baseline."""
+
+from dspark_exp.drafters.block import BlockDrafter, BlockOutput, DFlashDrafter, DSparkDrafter
+from dspark_exp.drafters.eagle3 import Eagle3Drafter
+
+__all__ = ["BlockDrafter", "BlockOutput", "DFlashDrafter", "DSparkDrafter", "Eagle3Drafter"]

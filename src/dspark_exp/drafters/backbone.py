@@ -1,0 +1,95 @@
+"""The parallel backbone (DFlash): one forward over a block, target features injected as keys and values.
+
+In: tapped target features and the block's embeddings. Out: one hidden state per slot.
+Knows nothing about sequential heads, losses or sampling. Equations 2 and 3 of the paper.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from dspark_exp.contracts import KVPass
+from dspark_exp.drafters.attention import attend_blocks, block_mask, resolve_backend
+from dspark_exp.drafters.geometry import GatedMLP, Geometry, Projections, RMSNorm
+
+
+class BackboneLayer(nn.Module):
+    """Attention over [context ; block] and a feed-forward layer, both pre-normed. The context is never updated."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        super().__init__()
+        self.self_attn = Projections(geometry, geometry.hidden_size)
+        self.mlp = GatedMLP(geometry.hidden_size, geometry.intermediate_size)
+        self.input_layernorm = RMSNorm(geometry.hidden_size, eps=geometry.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(geometry.hidden_size, eps=geometry.rms_norm_eps)
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        hidden = residual + self.self_attn.o_proj(attended.flatten(-2))
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class ParallelBackbone(nn.Module):
+    """``fc`` projects the taps (Eq. 2); every layer's keys and values are projections of [context ; block] (Eq. 3)."""
+
+    def __init__(self, geometry: Geometry, num_layers: int, attention: str = "auto") -> None:
+        super().__init__()
+        self.attention = attention
+        self.fc = nn.Linear(geometry.num_taps * geometry.hidden_size, geometry.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(geometry.hidden_size, eps=geometry.rms_norm_eps)
+        self.layers = nn.ModuleList(BackboneLayer(geometry) for _ in range(num_layers))
+        self.norm = RMSNorm(geometry.hidden_size, eps=geometry.rms_norm_eps)
+        self.rotary = geometry.rotary()
+
+    def context(self, taps: Tensor) -> Tensor:
+        """[..., m*d] -> [..., d]: H_ctx, shared by all layers."""
+        return self.hidden_norm(self.fc(taps))
+
+    def forward(self, taps_NSE: Tensor, block_NAGd: Tensor, anchors_NA: Tensor, positions_NS: Tensor) -> Tensor:
+        """All blocks of a training batch at once; slot k of the anchor at t has RoPE position t+k-1.
+
+        Returns:
+            Hidden states [N, A, G, d] after the final norm.
+        """
+        block_size = block_NAGd.shape[2]
+        backend = resolve_backend(self.attention, taps_NSE.device)
+        mask = block_mask(anchors_NA, taps_NSE.shape[1], block_size, backend)
+        context = self.context(taps_NSE)
+        slots = anchors_NA[..., None] + _arange(block_size, anchors_NA)
+        rotation_context, rotation_block = self.rotary(positions_NS), self.rotary(slots)
+        hidden = block_NAGd
+        for layer in self.layers:
+            normed = layer.input_layernorm(hidden)
+            attended = attend_blocks(
+                layer.self_attn.query(normed, rotation_block),
+                *layer.self_attn.key_value(context, rotation_context),
+                *layer.self_attn.key_value(normed, rotation_block),
+                anchors_NA,
+                layer.self_attn.scale,
+                backend,
+                mask,
+            )
+            hidden = layer.finish(hidden, attended)
+        return self.norm(hidden)
+
+    def extend(self, taps_BE: Tensor, plan: KVPass) -> None:
+        """Write the keys and values of B new context tokens."""
+        context = self.context(taps_BE)
+        rotation = self.rotary(plan.position_B)
+        for index, layer in enumerate(self.layers):
+            plan.write(index, *layer.self_attn.key_value(context, rotation))
+
+    def decode(self, block_Bd: Tensor, plan: KVPass) -> Tensor:
+        """Hidden states [B, d] of the flattened blocks of a batch of requests."""
+        rotation = self.rotary(plan.position_B)
+        hidden = block_Bd
+        for index, layer in enumerate(self.layers):
+            normed = layer.input_layernorm(hidden)
+            keys, values = layer.self_attn.key_value(normed, rotation)
+            query = layer.self_attn.query(normed, rotation)
+            attended = plan.attend(index, query, keys, values, layer.self_attn.scale)
+            hidden = layer.finish(hidden, attended.to(hidden.dtype))
+        return self.norm(hidden)
+
+
+def _arange(count: int, like: Tensor) -> Tensor:
+    return like.new_ones(count).cumsum(0) - 1

@@ -1,0 +1,171 @@
+"""Eagle3, the autoregressive baseline: one layer that feeds its own hidden state back, token by token.
+
+In: target features and tokens. Out: hidden states of the training-time-test steps, or a proposal.
+Knows nothing about losses or verification. Conventions of the released implementation:
+position i pairs the target's features at i with token i+1; step j runs at RoPE position i + j and sees step 0's
+keys up to i and, of later steps, only keys of its own position; the residual stream is the un-normed hidden state.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from dspark_exp.contracts import FrozenHead, KVPass, KVStore, Proposal, Sampler, TargetFacts, TargetFeatures
+from dspark_exp.drafters.geometry import GatedMLP, Geometry, Projections, RMSNorm, check_positive, initialise
+
+
+class Eagle3Layer(nn.Module):
+    """Attention whose inputs are [norm(embedding) ; norm(hidden)], then a feed-forward layer."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        super().__init__()
+        width, eps = geometry.hidden_size, geometry.rms_norm_eps
+        self.self_attn = Projections(geometry, 2 * width)
+        self.mlp = GatedMLP(width, geometry.intermediate_size)
+        self.hidden_norm = RMSNorm(width, eps=eps)
+        self.input_layernorm = RMSNorm(width, eps=eps)
+        self.post_attention_layernorm = RMSNorm(width, eps=eps)
+
+    def mix(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        return torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], dim=-1)
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        hidden = residual + self.self_attn.o_proj(attended.flatten(-2))
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Eagle3Drafter(nn.Module):
+    """One autoregressive layer over the target's embedding and LM head (held by reference).
+
+    Args:
+        facts, frozen: the target's facts and its embedding and LM head.
+        block_size: gamma, tokens proposed a round; also the horizon of the training-time test.
+        intermediate_size: feed-forward width; null = the target's.
+
+    Raises:
+        ConfigError: a size below one.
+    """
+
+    autoregressive = True
+    num_layers = 1
+
+    def __init__(
+        self, facts: TargetFacts, frozen: FrozenHead, block_size: int, intermediate_size: int | None = None
+    ) -> None:
+        super().__init__()
+        check_positive(block_size=block_size)
+        self.block_size = block_size
+        self.geometry = geometry = Geometry.of(facts, intermediate_size)
+        self._frozen = (frozen,)
+        self.fc = nn.Linear(geometry.num_taps * geometry.hidden_size, geometry.hidden_size, bias=False)
+        self.layers = nn.ModuleList([Eagle3Layer(geometry)])
+        self.norm = RMSNorm(geometry.hidden_size, eps=geometry.rms_norm_eps)
+        self.rotary = geometry.rotary()
+        self.num_usable_tokens = facts.num_usable_tokens
+        initialise(self)
+
+    @property
+    def frozen(self) -> FrozenHead:
+        return self._frozen[0]
+
+    @property
+    def layer(self) -> Eagle3Layer:
+        return self.layers[0]  # type: ignore[return-value]
+
+    def head_parameters(self) -> list[nn.Parameter]:
+        """None: there is no sequential head."""
+        return []
+
+    def forward(self, features: TargetFeatures, horizon: int) -> list[Tensor]:
+        """Training-time test: hidden states [N, S, d] of each of ``horizon`` steps, before the final norm."""
+        dtype = self.fc.weight.dtype
+        hidden = self.fc(features.taps.to(dtype))
+        ids = features.input_ids
+        num_tokens = ids.shape[1]
+        positions = torch.arange(num_tokens, device=ids.device).expand_as(ids)
+        causal = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=ids.device).triu(1)
+        keys_NSKD: list[Tensor] = []
+        values_NSKD: list[Tensor] = []
+        steps = []
+        for step in range(horizon):
+            ids = torch.nn.functional.pad(ids[:, 1:], (0, 1))
+            embedded = self.frozen.embedding(ids).to(dtype)
+            mixed = self.layer.mix(embedded, hidden)
+            rotation = self.rotary(positions + step)
+            key, value = self.layer.self_attn.key_value(mixed, rotation)
+            keys_NSKD.append(key)
+            values_NSKD.append(value)
+            query = self.layer.self_attn.query(mixed, rotation)
+            hidden = self.layer.finish(hidden, self._attend(query, keys_NSKD, values_NSKD, causal))
+            steps.append(hidden)
+        return steps
+
+    def _attend(self, query: Tensor, keys: list[Tensor], values: list[Tensor], causal: Tensor) -> Tensor:
+        """Causal over step 0, own position only over later steps: S + j scores per query, no mask over all steps."""
+        n, s, h, d = query.shape
+        k = keys[0].shape[2]
+        grouped = query.view(n, s, k, h // k, d)
+        scale = self.layer.self_attn.scale
+        first = torch.einsum("nskgd,ntkd->nkgst", grouped, keys[0]) * scale
+        first = first.masked_fill(causal, float("-inf"))
+        if len(keys) == 1:
+            weights = first.float().softmax(-1).to(query.dtype)
+            return torch.einsum("nkgst,ntkd->nskgd", weights, values[0]).reshape(n, s, h, d)
+        later_keys, later_values = torch.stack(keys[1:], 3), torch.stack(values[1:], 3)  # [N, S, K, j, D]
+        own = torch.einsum("nskgd,nskjd->nkgsj", grouped, later_keys) * scale
+        weights = torch.cat([first, own], -1).float().softmax(-1).to(query.dtype)
+        out = torch.einsum("nkgst,ntkd->nskgd", weights[..., :s], values[0])
+        out = out + torch.einsum("nkgsj,nskjd->nskgd", weights[..., s:], later_values)
+        return out.reshape(n, s, h, d)
+
+    # decoding
+
+    def cache_geometry(self) -> tuple[int, int, int]:
+        """Layers, key/value heads and head width of the key/value rows this drafter writes."""
+        return 1, self.geometry.num_kv_heads, self.geometry.head_dim
+
+    def extend(
+        self, store: KVStore, rows: list[int], starts: list[int], counts: list[int], taps_BE: Tensor, next_B: Tensor
+    ) -> Tensor:
+        """Take in features at start .. start+count-1 of each row, each paired with the token after it.
+
+        Returns:
+            The hidden state [R, d] of each row's last token, which predicts the first token of the next proposal.
+        """
+        plan = store.causal_pass(rows, starts, counts)
+        hidden = self._decode_step(next_B, self.fc(taps_BE.to(self.fc.weight.dtype)), plan)
+        return hidden[torch.tensor(counts, device=hidden.device).cumsum(0) - 1]
+
+    def propose(
+        self,
+        store: KVStore,
+        rows: list[int],
+        anchors: list[int],
+        anchor_ids: Tensor,
+        carry: Tensor,
+        sampler: Sampler,
+        uniform: Tensor,
+    ) -> Proposal:
+        """Draft ``block_size`` tokens per row, one layer pass a token; ``carry`` is what ``extend`` returned."""
+        hidden = carry
+        lm_head = self.frozen.lm_head
+        drawn: list[Tensor] = []
+        distributions: list[Tensor] = []
+        for slot in range(self.block_size):
+            if slot > 0:
+                plan = store.causal_pass(rows, [anchor + slot - 1 for anchor in anchors], [1] * len(rows))
+                hidden = self._decode_step(drawn[-1], hidden, plan)
+            logits = lm_head(self.norm(hidden).to(lm_head.weight.dtype)).float()
+            logits[..., self.num_usable_tokens :] = float("-inf")
+            distributions.append(sampler.probs(logits))
+            drawn.append(sampler.draw(distributions[-1], uniform[:, slot]))
+        return Proposal(torch.stack(drawn, 1), torch.stack(distributions, 1), None)
+
+    def _decode_step(self, ids_B: Tensor, hidden_Bd: Tensor, plan: KVPass) -> Tensor:
+        layer = self.layer
+        mixed = layer.mix(self.frozen.embedding(ids_B).to(hidden_Bd.dtype), hidden_Bd)
+        rotation = self.rotary(plan.position_B)
+        keys, values = layer.self_attn.key_value(mixed, rotation)
+        attended = plan.attend(0, layer.self_attn.query(mixed, rotation), keys, values, layer.self_attn.scale)
+        return layer.finish(hidden_Bd, attended.to(hidden_Bd.dtype))

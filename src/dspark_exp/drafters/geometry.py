@@ -1,0 +1,147 @@
+"""Sizes of a drafter, checked once, and the small layers that all drafters share.
+
+Knows nothing about targets beyond their facts. Tensor names follow the released checkpoints.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+from dspark_exp.contracts import TargetFacts
+from dspark_exp.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Widths of the drafter's layers. Hidden width and vocabulary are the target's: embedding and head are shared."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    vocab_size: int
+    num_taps: int
+    rope_parameters: dict[str, object]
+    max_position_embeddings: int
+
+    @staticmethod
+    def of(facts: TargetFacts, intermediate_size: int | None = None) -> Geometry:
+        """The target's own widths; ``intermediate_size`` may be narrowed."""
+        return Geometry(
+            hidden_size=facts.hidden_size,
+            num_heads=facts.num_heads,
+            num_kv_heads=facts.num_kv_heads,
+            head_dim=facts.head_dim,
+            intermediate_size=intermediate_size or facts.intermediate_size,
+            rms_norm_eps=facts.rms_norm_eps,
+            vocab_size=facts.vocab_size,
+            num_taps=len(facts.layer_ids),
+            rope_parameters=dict(facts.rope_parameters),
+            max_position_embeddings=facts.max_position_embeddings,
+        )
+
+    def rotary(self) -> Rotary:
+        return Rotary(self)
+
+
+class Rotary(nn.Module):
+    """Rotary embedding of the target's own kind, frequencies in float32 whatever the weights' dtype."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        super().__init__()
+        config = Qwen3Config(
+            hidden_size=geometry.hidden_size,
+            num_attention_heads=geometry.num_heads,
+            head_dim=geometry.head_dim,
+            max_position_embeddings=geometry.max_position_embeddings,
+            rope_parameters=dict(geometry.rope_parameters),
+        )
+        self._embedding = (Qwen3RotaryEmbedding(config),)  # in a tuple: its buffers follow no dtype cast
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions [..., L] -> cos, sin [..., L, 1, head_dim], ready for [..., L, H, head_dim]."""
+        embedding = self._embedding[0].to(positions.device)
+        flat = positions.reshape(1, -1)
+        cos, sin = embedding(torch.empty(0, dtype=torch.float32, device=positions.device), flat)
+        shape = (*positions.shape, 1, cos.shape[-1])
+        return cos.view(shape), sin.view(shape)
+
+
+def rotate(states: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Apply rotary position embedding to [..., L, H, D]."""
+    cos, sin = rotation
+    left, right = states.chunk(2, dim=-1)
+    return (states * cos + torch.cat([-right, left], dim=-1) * sin).to(states.dtype)
+
+
+class RMSNorm(nn.RMSNorm):
+    """Root-mean-square norm that computes in float32 and returns the input's dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        variance = x.float().pow(2).mean(-1, keepdim=True)
+        return self.weight * (x.float() * torch.rsqrt(variance + (self.eps or 0.0))).to(x.dtype)
+
+
+class GatedMLP(nn.Module):
+    """SwiGLU feed-forward layer."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Projections(nn.Module):
+    """Query, key, value and output projections with per-head norms, heads split."""
+
+    def __init__(self, geometry: Geometry, input_size: int) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
+        self.scale = self.head_dim**-0.5
+        self.q_proj = nn.Linear(input_size, self.num_heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(input_size, self.num_kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(input_size, self.num_kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.num_heads * self.head_dim, geometry.hidden_size, bias=False)
+        self.q_norm = RMSNorm(self.head_dim, eps=geometry.rms_norm_eps)
+        self.k_norm = RMSNorm(self.head_dim, eps=geometry.rms_norm_eps)
+
+    def query(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        """[..., L, input] -> rotated queries [..., L, H, D]."""
+        return rotate(self.q_norm(self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))), rotation)
+
+    def key_value(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """[..., L, input] -> rotated keys and values [..., L, Hkv, D]."""
+        keys = self.k_norm(self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim)))
+        values = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        return rotate(keys, rotation), values
+
+
+def initialise(module: nn.Module, std: float = 0.02) -> None:
+    """Normal weights, zero biases, unit norms, as Transformers initialises a model."""
+    for child in module.modules():
+        if isinstance(child, nn.Linear | nn.Embedding):
+            nn.init.normal_(child.weight, std=std)
+            if getattr(child, "bias", None) is not None:
+                nn.init.zeros_(child.bias)  # type: ignore[arg-type]
+
+
+def check_positive(**settings: int) -> None:
+    """Every setting must be an integer above zero.
+
+    Raises:
+        ConfigError: naming the setting and what was given.
+    """
+    for name, value in settings.items():
+        if not isinstance(value, int) or value < 1:
+            raise ConfigError(f"drafter.network.{name}={value!r}: expected an integer of at least 1.")

@@ -1,0 +1,24 @@
+"""The errors a user can cause, each with a sentence that says what was given, what is allowed, what to do.
+
+Knows nothing about the rest of the package; every room may import it.
+"""
+
+
+class DsparkError(Exception):
+    """Root of all errors that the command line prints as one sentence."""
+
+
+class ConfigError(DsparkError):
+    """A setting is unknown, out of range, or contradicts another one."""
+
+
+class DataError(DsparkError):
+    """Input data is missing, empty, malformed or belongs to something else."""
+
+
+class TargetError(DsparkError):
+    """A target model cannot be loaded or lacks a fact that drafting needs."""
+
+
+class CheckpointError(DsparkError):
+    """A checkpoint is missing, incomplete or does not fit the model."""

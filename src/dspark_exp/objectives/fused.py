@@ -1,0 +1,210 @@
+"""Losses of drafted slots evaluated over the vocabulary in chunks of positions, with a custom backward.
+
+In: hidden states, bias features, the target's final states, labels, weights. Out: weighted sums and, per slot, the
+analytic acceptance 1 - L1/2. Logits are never kept: peak memory grows with the chunk, not with slots x vocabulary.
+Knows nothing about drafters, anchors or normalisation.
+
+Shapes: M live slots, U distinct context positions, V vocabulary, d hidden, r bias rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dspark_exp.contracts import autocast_dtype
+
+CHUNK_ELEMENTS = 1 << 23  # float32 elements of one logits chunk: 32 MiB
+
+
+@dataclass(frozen=True)
+class SlotLosses:
+    """Per-slot values, all detached but ``total``. ``accept`` = 1 - L1/2 (Eq. 8)."""
+
+    total: Tensor  # [] differentiable: sum_m weight_m * (ce*CE + l1*L1 + soft_ce*SoftCE)
+    ce: Tensor  # [M]
+    l1: Tensor  # [M]
+    soft_ce: Tensor  # [M]
+    accept: Tensor  # [M]
+
+
+def slot_losses(
+    hidden_Md: Tensor,
+    lm_head_Vd: Tensor,
+    bias_features_Mr: Tensor | None,
+    bias_weight_Vr: Tensor | None,
+    final_Ud: Tensor,
+    position_M: Tensor,
+    labels_M: Tensor,
+    weights_M: Tensor,
+    *,
+    ce: float,
+    l1: float,
+    soft_ce: float = 0.0,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> SlotLosses:
+    """Cross-entropy (Eq. 9), total variation x 2 (Eq. 10) and soft cross-entropy of M slots.
+
+    Args:
+        hidden_Md: drafter states; draft logits are ``hidden @ lm_head^T + bias_features @ bias_weight^T``.
+        lm_head_Vd: the target's LM head, frozen: it gets no gradient.
+        final_Ud: target states after the final norm at U distinct positions; target logits are computed once for each.
+        position_M: index into ``final_Ud`` of each slot, sorted ascending.
+        labels_M: token of each slot; weights_M: weight of each slot (denominators included).
+        ce, l1, soft_ce: coefficients of the three terms in ``total``.
+        chunk_elements: logits held at a time.
+    """
+    coefficients = (float(ce), float(l1), float(soft_ce))
+    total, *terms = _SlotLosses.apply(
+        hidden_Md,
+        lm_head_Vd,
+        bias_features_Mr,
+        bias_weight_Vr,
+        final_Ud,
+        position_M,
+        labels_M,
+        weights_M,
+        coefficients,
+        chunk_elements,
+    )
+    return SlotLosses(total, *terms)
+
+
+class _SlotLosses(torch.autograd.Function):
+    """The gradient is written in the forward pass, while each chunk's probabilities are at hand."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        lm_head: Tensor,
+        bias_features: Tensor | None,
+        bias_weight: Tensor | None,
+        final: Tensor,
+        position: Tensor,
+        labels: Tensor,
+        weights: Tensor,
+        coefficients: tuple[float, float, float],
+        chunk_elements: int,
+    ) -> tuple[Tensor, ...]:
+        dtype = autocast_dtype(hidden.device, hidden.dtype)
+        head = lm_head.to(dtype)
+        bias_head = None if bias_weight is None else bias_weight.to(dtype)
+        needs_grad = any(ctx.needs_input_grad[:4])
+        grads = _Gradients(hidden, bias_features, bias_weight) if needs_grad else None
+        terms = hidden.new_zeros(4, hidden.shape[0], dtype=torch.float32)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for slots, context in _chunks(position, final.shape[0], lm_head.shape[0], chunk_elements):
+                target = _wide(final[context].to(dtype) @ head.T).log_softmax(-1)
+                h = hidden[slots].to(dtype)
+                logits = _wide(h @ head.T)
+                z = None if bias_features is None else bias_features[slots].to(dtype)
+                if z is not None and bias_head is not None:
+                    logits += z @ bias_head.T
+                grad = _chunk_terms(
+                    logits,
+                    target[position[slots] - context.start],
+                    labels[slots],
+                    weights[slots],
+                    coefficients,
+                    terms[:, slots],
+                    needs_grad,
+                )
+                if grads is not None and grad is not None:
+                    grads.add(slots, grad.to(dtype), head, z, bias_head)
+        if grads is not None:
+            ctx.save_for_backward(*grads.saved())
+        ctx.has_bias = bias_features is not None
+        ce, l1, soft_ce, accept = terms
+        total = (weights.float() * (coefficients[0] * ce + coefficients[1] * l1 + coefficients[2] * soft_ce)).sum()
+        ctx.mark_non_differentiable(ce, l1, soft_ce, accept)
+        return total, ce, l1, soft_ce, accept
+
+    @staticmethod
+    def backward(ctx: Any, grad_total: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        grad_hidden, *rest = (grad * grad_total.to(grad.dtype) for grad in ctx.saved_tensors)
+        grad_features, grad_weight = rest if ctx.has_bias else (None, None)
+        return grad_hidden, None, grad_features, grad_weight, *(None,) * 6
+
+
+class _Gradients:
+    """Accumulators for hidden states, bias features and the bias weight."""
+
+    def __init__(self, hidden: Tensor, bias_features: Tensor | None, bias_weight: Tensor | None) -> None:
+        self.hidden = torch.zeros_like(hidden)
+        self.features = None if bias_features is None else torch.zeros_like(bias_features)
+        self.weight = None if bias_weight is None else torch.zeros_like(bias_weight, dtype=torch.float32)
+        self._weight_dtype = None if bias_weight is None else bias_weight.dtype
+        if bias_weight is not None and bias_weight.dtype == torch.float64:
+            self.weight = torch.zeros_like(bias_weight)
+
+    def add(self, slots: slice, grad: Tensor, head: Tensor, features: Tensor | None, bias_head: Tensor | None) -> None:
+        self.hidden[slots] = (grad @ head).to(self.hidden.dtype)
+        if self.features is not None and self.weight is not None and features is not None and bias_head is not None:
+            self.features[slots] = (grad @ bias_head).to(self.features.dtype)
+            self.weight += grad.T @ features
+
+    def saved(self) -> list[Tensor]:
+        weight = None if self.weight is None or self._weight_dtype is None else self.weight.to(self._weight_dtype)
+        return [tensor for tensor in (self.hidden, self.features, weight) if tensor is not None]
+
+
+def _wide(logits: Tensor) -> Tensor:
+    """Softmaxes run in float32 at least."""
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _chunk_terms(
+    logits: Tensor,
+    target_log_probs: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    coefficients: tuple[float, float, float],
+    terms: Tensor,
+    needs_grad: bool,
+) -> Tensor | None:
+    """Fill the four terms of a chunk and return d total / d logits, [m, V]."""
+    ce, l1, soft_ce = coefficients
+    log_q = logits.log_softmax(-1)
+    q = log_q.exp()
+    p = target_log_probs.exp()
+    rows = torch.arange(len(labels), device=labels.device)
+    difference = q - p
+    distance = difference.abs().sum(-1)
+    terms[0] = -log_q[rows, labels]
+    terms[1] = distance
+    terms[2] = -(p * log_q).sum(-1)
+    terms[3] = (1 - distance / 2).clamp(0, 1)
+    if not needs_grad:
+        return None
+    # d CE = q - onehot;  d SoftCE = q - p;  d L1 = q * (s - <q, s>) with s = sign(q - p)
+    if l1:
+        sign = difference.sign()
+        grad = q * (l1 * (sign - (q * sign).sum(-1, keepdim=True)) + ce)
+    else:
+        grad = q * ce
+    if soft_ce:
+        grad += soft_ce * difference
+    if ce:
+        grad[rows, labels] -= ce
+    return grad * weights[:, None]
+
+
+def _chunks(position: Tensor, num_positions: int, vocab: int, chunk_elements: int) -> list[tuple[slice, slice]]:
+    """Split at context positions, so that no position's target logits are computed twice."""
+    num_slots = torch.bincount(position, minlength=num_positions).tolist()
+    budget = max(1, chunk_elements // vocab)
+    chunks, slot, context = [], 0, 0
+    while context < num_positions:
+        end_context, end_slot = context, slot
+        while end_context < num_positions and (end_context == context or end_slot - slot < budget):
+            if end_context > context and end_slot + num_slots[end_context] - slot > budget:
+                break
+            end_slot += num_slots[end_context]
+            end_context += 1
+        chunks.append((slice(slot, end_slot), slice(context, end_context)))
+        slot, context = end_slot, end_context
+    return chunks

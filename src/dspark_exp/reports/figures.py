@@ -1,0 +1,107 @@
+"""Figures of a report: conditional acceptance by position, and learning curves.
+
+In: results. Out: PNG files. Colours are fixed per drafter across all figures (Okabe-Ito, colour-blind-safe).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+from dspark_exp.reports.tables import by_drafter, pooled_by_domain
+
+COLORS = {
+    "eagle3": "#E69F00",
+    "dflash": "#0072B2",
+    "dspark_markov": "#D55E00",
+    "dspark_rnn": "#009E73",
+    "dspark_gated": "#CC79A7",
+}
+MARKERS = {"eagle3": "s", "dflash": "o", "dspark_markov": "D", "dspark_rnn": "^", "dspark_gated": "v"}
+_EXTRA = ("#56B4E9", "#999999", "#000000")
+
+
+def color_of(drafter: str) -> str:
+    """The drafter's colour; unknown drafters share a few more in a stable order."""
+    return COLORS.get(drafter, _EXTRA[sum(drafter.encode()) % len(_EXTRA)])
+
+
+def position_figure(report: dict[str, Any], path: Path) -> None:
+    """Conditional acceptance by position, one panel a domain, with Wilson 95% bands (the paper's Figure 2)."""
+    groups = {drafter: pooled_by_domain(rows) for drafter, rows in by_drafter(report["rows"]).items()}
+    domains = list(next(iter(groups.values())))
+    figure, axes = plt.subplots(1, len(domains), figsize=(4.2 * len(domains), 3.9), sharey=True, squeeze=False)
+    for axis, domain in zip(axes[0], domains, strict=True):
+        ends = []
+        for drafter, pooled in groups.items():
+            line = pooled[domain]
+            seen = [k for k, value in enumerate(line.conditional) if value is not None]
+            x = [k + 1 for k in seen]
+            y = [line.conditional[k] for k in seen]
+            axis.plot(x, y, color=color_of(drafter), marker=MARKERS.get(drafter, "x"), ms=4.5, lw=1.7)
+            band = [[line.low[k] for k in seen], [line.high[k] for k in seen]]
+            axis.fill_between(x, *band, color=color_of(drafter), alpha=0.13, lw=0)
+            ends.append((y[-1], drafter))
+        _label_ends(axis, ends, x=max(len(g[domain].conditional) for g in groups.values()))
+        axis.set_title(domain, fontsize=11)
+        axis.set_xlabel("draft position k")
+        axis.grid(axis="y", alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel("P(accept k | 1..k-1 accepted)")
+    figure.suptitle(f"Conditional acceptance by position, target {report['target']} (bands: 95%)", fontsize=11)
+    _save(figure, path)
+
+
+def learning_figure(report: dict[str, Any], path: Path) -> None:
+    """Accepted length of the real draft loop on held-out prompts while training, one panel a domain."""
+    curves = {name: entry["learning_curve"] for name, entry in report["training"].items()}
+    keys = sorted({key for curve in curves.values() for point in curve for key in point if key.startswith("tau/")})
+    domains = [d for d in ("math", "code", "chat") if f"tau/{d}" in keys] or [k.removeprefix("tau/") for k in keys]
+    figure, axes = plt.subplots(1, len(domains), figsize=(4.2 * len(domains), 3.6), sharey=True, squeeze=False)
+    for axis, domain in zip(axes[0], domains, strict=True):
+        ends = []
+        for drafter, curve in curves.items():
+            points = [(p["step"], p[f"tau/{domain}"]) for p in curve if f"tau/{domain}" in p]
+            axis.plot(*zip(*points, strict=True), color=color_of(drafter), marker=MARKERS.get(drafter, "x"), ms=4)
+            ends.append((points[-1][1], drafter))
+        _label_ends(axis, ends, x=max(p["step"] for curve in curves.values() for p in curve))
+        axis.set_title(domain, fontsize=11)
+        axis.set_xlabel("optimizer step")
+        axis.grid(axis="y", alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel("accepted length (tokens per round)")
+    figure.suptitle(f"Learning curves on held-out prompts, target {report['target']}", fontsize=11)
+    _save(figure, path)
+
+
+def _label_ends(axis: Axes, ends: list[tuple[float, str]], x: float) -> None:
+    """Names at the right end of their lines, pushed apart where lines meet."""
+    low, high = axis.get_ylim()
+    gap = (high - low) * 0.065
+    placed: list[float] = []
+    for value, drafter in sorted(ends):
+        height = max(value, placed[-1] + gap) if placed else value
+        placed.append(height)
+        axis.annotate(
+            drafter,
+            (x, height),
+            xytext=(7, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8.5,
+            color=color_of(drafter),
+            annotation_clip=False,
+        )
+    axis.set_ylim(low, max(high, placed[-1] + gap if placed else high))
+
+
+def _save(figure: Any, path: Path) -> None:
+    figure.tight_layout(w_pad=4.5, rect=(0, 0, 0.93, 1))
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

@@ -1,0 +1,156 @@
+"""Key/value rows of requests that advance by different amounts, and attention over one flattened pass.
+
+In: B flattened query tokens, each with its row and position. Out: attention output per token.
+The cost of a pass depends on B, not on rows x block. Knows nothing about models, sampling or drafting.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from dspark_exp.errors import DataError
+
+RAGGED = "dspark_ragged"
+
+
+class RaggedKVCache:
+    """One preallocated [rows, kv heads, length, head dim] block per layer; rows keep their own lengths.
+
+    Args:
+        num_layers, num_kv_heads, head_dim: geometry of the model that writes here.
+        num_rows: requests in flight at most.
+        max_length: positions per row, the transient ones of a block included.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_rows: int,
+        num_kv_heads: int,
+        max_length: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (num_rows, num_kv_heads, max_length, head_dim)
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.num_rows, self.max_length, self.device = num_rows, max_length, device
+
+    def causal_pass(self, rows: list[int], starts: list[int], counts: list[int]) -> RaggedPass:
+        """Tokens start .. start+count-1 of each row; a query sees its row's positions up to its own."""
+        row, position = _flatten(rows, starts, counts)
+        return self._pass(rows, counts, row, position, position + 1)
+
+    def block_pass(self, rows: list[int], starts: list[int], count: int) -> RaggedPass:
+        """``count`` tokens per row that see each other, both ways, and everything before ``start``."""
+        counts = [count] * len(rows)
+        row, position = _flatten(rows, starts, counts)
+        visible = torch.tensor(starts).repeat_interleave(count) + count
+        return self._pass(rows, counts, row, position, visible)
+
+    def _pass(self, rows: list[int], counts: list[int], row: Tensor, position: Tensor, visible: Tensor) -> RaggedPass:
+        if int(visible.max()) > self.max_length:
+            raise DataError(f"A request needs {int(visible.max())} positions; the cache holds {self.max_length}.")
+        count = max(counts)
+        grid_row = torch.arange(len(rows)).repeat_interleave(torch.tensor(counts))
+        grid_slot = torch.cat([torch.arange(c) for c in counts])
+        width = int(visible.max())
+        mask = torch.zeros(len(rows), count, width, dtype=torch.bool)
+        mask[grid_row, grid_slot] = torch.arange(width)[None] < visible[:, None]
+        mask[..., 0] |= ~mask.any(-1)  # a padded query attends somewhere: its output is dropped
+        return RaggedPass(
+            cache=self,
+            row_B=row.to(self.device),
+            position_B=position.to(self.device),
+            rows=torch.tensor(rows, device=self.device),
+            is_every_row=rows == list(range(self.num_rows)),
+            is_uniform=all(c == count for c in counts),
+            grid_row_B=grid_row.to(self.device),
+            grid_slot_B=grid_slot.to(self.device),
+            mask_RQK=mask.to(self.device),
+        )
+
+
+@dataclass(frozen=True)
+class RaggedPass:
+    """The index plan of one flattened forward; built once per pass, used by every layer."""
+
+    cache: RaggedKVCache
+    row_B: Tensor
+    position_B: Tensor
+    rows: Tensor
+    is_every_row: bool
+    is_uniform: bool
+    grid_row_B: Tensor
+    grid_slot_B: Tensor
+    mask_RQK: Tensor
+
+    def write(self, layer: int, key_BHD: Tensor, value_BHD: Tensor) -> None:
+        """Store keys and values at (row, position)."""
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        keys[self.row_B, :, self.position_B] = key_BHD.to(keys.dtype)
+        values[self.row_B, :, self.position_B] = value_BHD.to(values.dtype)
+
+    def attend(self, layer: int, query_BHD: Tensor, key_BHD: Tensor, value_BHD: Tensor, scale: float) -> Tensor:
+        """Store keys and values, attend each query to what it may see; returns [B, H, D]."""
+        self.write(layer, key_BHD, value_BHD)
+        num_rows, count, width = self.mask_RQK.shape
+        keys, values = self.cache.keys[layer][:, :, :width], self.cache.values[layer][:, :, :width]
+        if not self.is_every_row:
+            keys, values = keys[self.rows], values[self.rows]
+        num_heads, head_dim = query_BHD.shape[1:]
+        if self.is_uniform:
+            grid = query_BHD.view(num_rows, count, num_heads, head_dim)
+        else:
+            grid = query_BHD.new_zeros(num_rows, count, num_heads, head_dim)
+            grid[self.grid_row_B, self.grid_slot_B] = query_BHD
+        out = torch.nn.functional.scaled_dot_product_attention(
+            grid.transpose(1, 2).to(keys.dtype),
+            keys,
+            values,
+            attn_mask=self.mask_RQK[:, None],
+            scale=scale,
+            enable_gqa=num_heads != keys.shape[1],
+        ).transpose(1, 2)
+        return out.reshape(-1, num_heads, head_dim) if self.is_uniform else out[self.grid_row_B, self.grid_slot_B]
+
+
+def ragged_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    ragged_pass: RaggedPass | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Transformers attention function: flattened [1, H, B, D] when a pass is given, plain SDPA otherwise."""
+    if ragged_pass is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    out = ragged_pass.attend(
+        layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), float(scale)
+    )
+    return out[None].to(query.dtype), None
+
+
+def register() -> None:
+    """Make the name ``dspark_ragged`` known to Transformers, for every model family."""
+    AttentionInterface.register(RAGGED, ragged_attention)
+    AttentionMaskInterface.register(RAGGED, sdpa_mask)
+
+
+def _flatten(rows: list[int], starts: list[int], counts: list[int]) -> tuple[Tensor, Tensor]:
+    row = torch.tensor(rows).repeat_interleave(torch.tensor(counts))
+    position = torch.cat([torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)])
+    return row, position

@@ -1,0 +1,133 @@
+"""From config sections to objects: the only place that knows both option names and constructors."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from hydra.utils import get_class
+from torch import nn
+
+from dspark_exp.config import ExperimentConfig, SamplingConfig
+from dspark_exp.contracts import FrozenHead
+from dspark_exp.data import language
+from dspark_exp.data.sources import BenchmarkSpec, HubSource, Prompt, benchmark_prompts, synthetic_prompts
+from dspark_exp.decoding import Sampling, SpeculativeLoop, VerificationPolicy
+from dspark_exp.errors import ConfigError
+from dspark_exp.targets import RaggedKVCache, Target, load_target
+
+log = logging.getLogger(__name__)
+
+
+def open_target(config: ExperimentConfig) -> Target:
+    """Load the target onto the device that training and decoding will use."""
+    if config.trainer.num_threads is not None:
+        torch.set_num_threads(config.trainer.num_threads)
+    wanted = config.target
+    return load_target(
+        wanted.name,
+        wanted.path,
+        dtype=wanted.dtype,
+        device=device_of(config.trainer.accelerator),
+        layer_ids=wanted.layer_ids,
+        num_feature_layers=wanted.num_feature_layers,
+        mask_token_id=wanted.mask_token_id,
+    )
+
+
+def device_of(accelerator: str) -> str:
+    """The torch device behind a Lightning accelerator name."""
+    if accelerator == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    known = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "mps": "mps"}
+    if accelerator not in known:
+        raise ConfigError(f"trainer.accelerator={accelerator!r} is unknown; choose from auto, {', '.join(known)}.")
+    return known[accelerator]
+
+
+def precision_of(config: ExperimentConfig) -> str:
+    """``auto`` is bf16-mixed on a GPU and float32 on a CPU."""
+    if config.trainer.precision != "auto":
+        return config.trainer.precision
+    return "bf16-mixed" if device_of(config.trainer.accelerator) == "cuda" else "32-true"
+
+
+def construct(spec: dict[str, Any], where: str, *args: Any) -> Any:
+    """Call ``spec["_target_"]`` with its other keys.
+
+    Raises:
+        ConfigError: no such class, or a key that its signature does not know.
+    """
+    settings = {key: value for key, value in spec.items() if key != "_target_"}
+    try:
+        cls = get_class(spec["_target_"])
+    except Exception as error:
+        raise ConfigError(f"{where}._target_={spec.get('_target_')!r} names no class.") from error
+    known = [name for name in inspect.signature(cls).parameters if name not in ("facts", "frozen")]
+    unknown = [key for key in settings if key not in known]
+    if unknown:
+        raise ConfigError(f"Unknown option {where}.{unknown[0]}; {cls.__name__} takes {', '.join(known)}.")
+    return cls(*args, **settings)
+
+
+def build_drafter(config: ExperimentConfig, target: Target) -> nn.Module:
+    """The untrained drafter, initialised from the run's seed."""
+    torch.manual_seed(config.seed)
+    head: FrozenHead = target.head
+    drafter: nn.Module = construct(config.drafter.network, "drafter.network", target.facts, head)
+    return drafter.to(target.device)
+
+
+def build_sampling(config: SamplingConfig) -> Sampling:
+    return Sampling(config.temperature, config.top_k, config.top_p)
+
+
+def build_policy(config: ExperimentConfig) -> VerificationPolicy:
+    policy: VerificationPolicy = construct(config.evaluation.policy, "evaluation.policy")
+    return policy
+
+
+def build_loop(
+    target: Target, drafter: Any, sampling: Sampling, batch_size: int, policy: VerificationPolicy | None = None
+) -> SpeculativeLoop:
+    """A decoding loop whose drafter keeps its keys in the same kind of cache as the target."""
+
+    def make_cache(layers: int, rows: int, kv_heads: int, max_length: int, head_dim: int) -> RaggedKVCache:
+        return RaggedKVCache(layers, rows, kv_heads, max_length, head_dim, torch.float32, target.device)
+
+    return SpeculativeLoop(target, drafter, make_cache, sampling, policy, batch_size)
+
+
+def load_benchmarks(config: ExperimentConfig) -> dict[str, list[Prompt]]:
+    """Prompts by benchmark.
+
+    Raises:
+        ConfigError: a name that is no benchmark. DataError: prompts are missing.
+    """
+    wanted = config.benchmark
+    specs = {name: _benchmark_spec(spec or {}) for name, spec in wanted.specs.items()}
+    if wanted.source == "language":
+        specs = {name: BenchmarkSpec(domain) for name, domain in language.BENCHMARKS.items()}
+    names = wanted.names if wanted.names is not None else list(specs)
+    unknown = [name for name in names if name not in specs]
+    if unknown or not names:
+        given = ", ".join(unknown) or "none"
+        raise ConfigError(f"Unknown benchmark: {given}; benchmark.names may hold {', '.join(specs)}.")
+    if wanted.source == "language":
+        return synthetic_prompts(names, "evaluation", wanted.num_prompts)
+    return benchmark_prompts({name: specs[name] for name in names}, wanted.dir, wanted.num_prompts)
+
+
+def _benchmark_spec(spec: dict[str, Any]) -> BenchmarkSpec:
+    hub = spec.get("hub")
+    return BenchmarkSpec(spec["domain"], HubSource(**hub) if hub else None, spec.get("num_prompts"))
+
+
+def build_module(config: ExperimentConfig, drafter: nn.Module, **settings: Any) -> Any:
+    """The LightningModule of the drafter with its objective."""
+    objective = construct(config.drafter.objective, "drafter.objective")
+    cls: Callable[..., Any] = get_class(config.drafter.module)
+    return cls(drafter, objective=objective, seed=config.seed, num_anchors=config.trainer.num_anchors, **settings)

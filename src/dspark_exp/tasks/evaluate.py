@@ -1,0 +1,141 @@
+"""Recipe: decode every benchmark with a drafter and fill the metric sheet (DESIGN section 5)."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from dspark_exp.config import ExperimentConfig
+from dspark_exp.data.rendering import render_prompt
+from dspark_exp.data.sources import Prompt
+from dspark_exp.decoding import Clock, Generation, Request, SpeculativeLoop
+from dspark_exp.metrics import AcceptanceByPosition, AcceptedLength, SurvivalCalibration, interval, resampled_ratios
+from dspark_exp.targets import Target
+from dspark_exp.tasks.building import build_loop, build_policy, build_sampling
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Rows of the metric sheet, the rounds of every prompt, and plain decoding's speed."""
+
+    rows: list[dict[str, Any]]
+    rounds: dict[str, list[list[dict[str, Any]]]]
+    plain_tokens_per_s: float
+
+
+def evaluate(
+    config: ExperimentConfig, target: Target, drafter: Any, benchmarks: dict[str, list[Prompt]]
+) -> Evaluation:
+    """One row a benchmark. Plain decoding of the same target runs in the same process for the speed-up."""
+    wanted = config.evaluation
+    drafter.eval()
+    sampling = build_sampling(wanted.sampling)
+    loop = build_loop(target, drafter, sampling, wanted.batch_size, build_policy(config))
+    plain = build_loop(target, None, sampling, wanted.batch_size)
+    sample = [p for prompts in benchmarks.values() for p in prompts[: wanted.plain_prompts]]
+    plain_speed = _tokens_per_s(plain, _requests(config, target, sample)) if sample else float("nan")
+    rows, rounds = [], {}
+    for name, prompts in benchmarks.items():
+        generations = loop.run(_requests(config, target, prompts))
+        rounds[name] = [[vars(r) for r in g.rounds] for g in generations]
+        row = metric_row(generations, drafter.block_size, loop.clock)
+        speed = row["tokens_per_s"] / plain_speed if sample else float("nan")
+        labels = {"drafter": config.drafter.name, "benchmark": name, "domain": prompts[0].domain}
+        rows.append({**labels, **row, "plain_tokens_per_s": plain_speed, "speedup": speed})
+    return Evaluation(rows, rounds, plain_speed)
+
+
+def draft_lengths(
+    config: ExperimentConfig, target: Target, drafter: Any, prompt_ids: Sequence[list[int]]
+) -> list[list[int]]:
+    """Emitted tokens of every round, by prompt: what ``val/tau`` is made of."""
+    was_training = drafter.training
+    drafter.eval()
+    loop = build_loop(target, drafter, build_sampling(config.evaluation.sampling), config.evaluation.batch_size)
+    limit = config.data.validation_max_new_tokens
+    with torch.autocast(target.device.type, enabled=False):
+        generations = loop.run([Request(ids, limit, seed=index) for index, ids in enumerate(prompt_ids)])
+    drafter.train(was_training)
+    return [[r.emitted for r in g.rounds] for g in generations]
+
+
+def metric_row(generations: Sequence[Generation], block_size: int, clock: Clock) -> dict[str, Any]:
+    """The sheet of one benchmark; every ratio is a ratio of sums over all its prompts."""
+    rounds = [r for g in generations for r in g.rounds]
+    emitted = torch.tensor([r.emitted for r in rounds])
+    accepted = torch.tensor([r.accepted for r in rounds])
+    verified = torch.tensor([r.verified for r in rounds])
+    length, positions = AcceptedLength(), AcceptanceByPosition(block_size)
+    length.update(emitted)
+    positions.update(accepted, verified)
+    by_position = positions.compute()
+    by_prompt = np.array([[sum(r.emitted for r in g.rounds), len(g.rounds)] for g in generations])
+    low, high = interval(resampled_ratios(by_prompt[:, 0], by_prompt[:, 1]))
+    num_rounds, num_verified = max(1, len(rounds)), int(verified.sum())
+    tau = float(length.compute())
+    row: dict[str, Any] = {
+        "tau": tau,
+        "tau_low": low,
+        "tau_high": high,
+        "acceptance_rate": int(accepted.sum()) / max(1, num_verified),
+        "verify_rate": tau / (num_verified / num_rounds + 1),
+        "conditional_acceptance": _finite(by_position["conditional"].tolist()),
+        "position_counts": [int(c) for c in by_position["counts"]],
+        "survival": _finite(by_position["survival"].tolist()),
+        "rounds": len(rounds),
+        "emitted_tokens": int(emitted.sum()),
+        "drafted_per_round": sum(r.drafted for r in rounds) / num_rounds,
+        "verified_per_round": num_verified / num_rounds,
+        "prompts": len(generations),
+        "finished": sum(g.finish_reason == "stop" for g in generations),
+        "emitted_by_prompt": by_prompt[:, 0].tolist(),
+        "rounds_by_prompt": by_prompt[:, 1].tolist(),
+        **_speed(generations, len(rounds), clock),
+    }
+    if rounds and rounds[0].confidence:
+        survival = SurvivalCalibration(block_size)
+        survival.update(torch.tensor([r.confidence for r in rounds]), accepted, verified)
+        row["confidence"] = {name: _finite(values) for name, values in survival.compute().items()}
+    return row
+
+
+def _speed(generations: Sequence[Generation], num_rounds: int, clock: Clock) -> dict[str, float]:
+    per_round = max(1, num_rounds)
+    known = clock.prefill_s + clock.draft_s + clock.verify_s + clock.extend_s
+    return {
+        "tokens_per_s": sum(len(g.token_ids) for g in generations) / max(clock.total_s, 1e-9),
+        "draft_s_per_round": clock.draft_s / per_round,
+        "verify_s_per_round": clock.verify_s / per_round,
+        "extend_s_per_round": clock.extend_s / per_round,
+        "host_s_per_round": max(0.0, clock.total_s - known) / per_round,
+        "prefill_s": clock.prefill_s,
+    }
+
+
+def _requests(config: ExperimentConfig, target: Target, prompts: Sequence[Prompt]) -> list[Request]:
+    """A request's seed depends on its benchmark and index alone, never on batch or drafter."""
+    return [
+        Request(
+            render_prompt(target.tokenizer, prompt.messages, config.target.thinking),
+            config.benchmark.max_new_tokens,
+            seed=zlib.crc32(f"{config.evaluation.seed}/{prompt.benchmark}/{index}".encode()),
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def _tokens_per_s(loop: SpeculativeLoop, requests: list[Request]) -> float:
+    started = time.perf_counter()
+    generations = loop.run(requests)
+    return sum(len(g.token_ids) for g in generations) / (time.perf_counter() - started)
+
+
+def _finite(values: list[float]) -> list[float | None]:
+    """JSON has no NaN: a position that was never seen is null."""
+    return [None if value != value else value for value in values]

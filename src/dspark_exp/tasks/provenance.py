@@ -1,0 +1,66 @@
+"""What a number came from: recorded with every results.json."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dspark_exp
+from dspark_exp.config import ExperimentConfig
+from dspark_exp.targets import Target
+
+_PACKAGES = ("torch", "transformers", "lightning", "numpy")
+
+
+def provenance(
+    config: ExperimentConfig, target: Target, data: dict[str, Any], prompts_sha256: dict[str, str]
+) -> dict[str, Any]:
+    """Sampling, stop ids, hashes, dtype, device, budget, versions and code revision."""
+    return {
+        "target": target.fingerprint(),
+        "stop_ids": list(target.facts.stop_ids),
+        "thinking": config.target.thinking,
+        "evaluation": {
+            "sampling": asdict(config.evaluation.sampling),
+            "policy": config.evaluation.policy,
+            "max_new_tokens": config.benchmark.max_new_tokens,
+            "seed": config.evaluation.seed,
+            "prompts_sha256": prompts_sha256,
+        },
+        "data": data,
+        "trainer": asdict(config.trainer),
+        "seed": config.seed,
+        "device": _device(target),
+        "threads": torch.get_num_threads(),
+        "versions": {name: version(name) for name in _PACKAGES} | {"python": platform.python_version()},
+        "code": {"version": dspark_exp.__version__, "revision": code_revision()},
+    }
+
+
+def code_revision() -> str | None:
+    """Git commit of the code, with ``+changes`` when the tree differs from it; None outside a repository."""
+    folder = Path(dspark_exp.__file__).parent
+    try:
+        commit = _git(folder, "rev-parse", "--short=12", "HEAD")
+        changed = _git(folder, "status", "--porcelain", "--", str(folder))
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit + ("+changes" if changed else "")
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    return subprocess.run(
+        ["git", "-C", str(folder), *arguments], check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+def _device(target: Target) -> str:
+    if target.device.type == "cuda":
+        return torch.cuda.get_device_name(target.device)
+    return f"{target.device.type} ({platform.machine()})"

@@ -1,0 +1,224 @@
+"""Recipe: train one drafter on one target and measure it. Reads top to bottom."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
+
+from dspark_exp.config import ExperimentConfig, flattened, job_key
+from dspark_exp.data.sources import Prompt
+from dspark_exp.errors import CheckpointError
+from dspark_exp.reports import merged, pooled_by_domain, print_table
+from dspark_exp.targets import Target
+from dspark_exp.tasks.building import (
+    build_drafter,
+    build_module,
+    build_policy,
+    load_benchmarks,
+    open_target,
+    precision_of,
+)
+from dspark_exp.tasks.evaluate import Evaluation, draft_lengths, evaluate
+from dspark_exp.tasks.prepare_data import PreparedData, prepare_data
+from dspark_exp.tasks.provenance import provenance
+from dspark_exp.tracking import JobTracker
+from dspark_exp.training import DrafterData, DrafterModule, Optimization
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One drafter of one experiment: where it writes and what identifies it."""
+
+    config: ExperimentConfig
+    plain: dict[str, Any]
+
+    @property
+    def folder(self) -> Path:
+        parts = (self.config.experiment or "single", self.config.target.name)
+        return Path(self.config.paths.outputs, *parts, f"{self.config.drafter.name}-{job_key(self.plain)}")
+
+    @property
+    def results_path(self) -> Path:
+        return self.folder / "results.json"
+
+
+def train_eval(job: Job) -> dict[str, Any]:
+    """Train, select by ``val/tau``, evaluate, write ``results.json``. A finished job is read back, not repeated."""
+    if job.results_path.exists():
+        log.info("%s is finished already: %s", job.config.drafter.name, job.results_path)
+        return dict(json.loads(job.results_path.read_text()))
+    started = time.perf_counter()
+    config = job.config
+    target = open_target(config)
+    drafter = build_drafter(config, target)
+    benchmarks = load_benchmarks(config)
+    build_policy(config).check(drafter.block_size, getattr(drafter, "confidence_head", None) is not None)  # type: ignore[arg-type]
+    module = _module(config, target, drafter)
+    job.folder.mkdir(parents=True, exist_ok=True)
+    (job.folder / "config.json").write_text(json.dumps(job.plain, indent=1))
+    data = prepare_data(config, target)
+    prepared_s = time.perf_counter() - started
+    with _tracker(job) as tracker:
+        training = _train(job, target, module, data, tracker)
+        evaluation = evaluate(config, target, drafter, benchmarks)
+        results = _results(job, target, data, training, evaluation, _prompt_hashes(benchmarks))
+        results["seconds"] = {**training["seconds"], "prepare": prepared_s, "total": time.perf_counter() - started}
+        (job.folder / "rounds.json").write_text(json.dumps(evaluation.rounds))
+        _write_atomically(job.results_path, results)
+        tracker.log_results(_final_metrics(results), [job.results_path, job.folder / "config.json"])
+    return results
+
+
+def show(results: dict[str, Any]) -> None:
+    """Print the metric sheet of one job."""
+    print_table(merged(results["experiment"], [results], []))
+
+
+def _tracker(job: Job) -> JobTracker:
+    config = job.config
+    return JobTracker(
+        config.tracking.uri if config.tracking.enabled else "",
+        config.tracking.experiment,
+        name=job.folder.name,
+        folder=job.folder,
+        parameters=flattened(job.plain),
+        tags={"drafter": config.drafter.name, "target": config.target.name, "experiment": config.experiment or ""},
+    )
+
+
+def _final_metrics(results: dict[str, Any]) -> dict[str, float]:
+    """Final figures under names that compare well: tau/<benchmark>, acceptance/pos_k, ece/pos_k."""
+    metrics = {f"tau/{row['benchmark']}": row["tau"] for row in results["rows"]}
+    for domain, row in pooled_by_domain(results["rows"]).items():
+        metrics[f"tau_{domain}"] = row.tau
+        for k, value in enumerate(row.conditional):
+            if value is not None:
+                metrics[f"acceptance_{domain}/pos_{k + 1}"] = value
+    return metrics
+
+
+def _module(config: ExperimentConfig, target: Target, drafter: Any) -> DrafterModule:
+    wanted = config.trainer
+    optimization = Optimization(
+        wanted.lr, wanted.max_steps, wanted.warmup_ratio, wanted.head_lr_scale, wanted.weight_decay, wanted.beta2
+    )
+    module: DrafterModule = build_module(
+        config,
+        drafter,
+        optimization=optimization,
+        compute_features=target.features,
+        draft_loop=lambda network, prompts: draft_lengths(config, target, network, prompts),
+    )
+    return module
+
+
+def _train(
+    job: Job, target: Target, module: DrafterModule, prepared: PreparedData, tracker: JobTracker
+) -> dict[str, Any]:
+    config, wanted = job.config, job.config.trainer
+    data = DrafterData(
+        prepared.rows,
+        prepared.validation_prompts,
+        wanted.batch_size,
+        wanted.max_steps * wanted.accumulate,
+        config.seed,
+        target.facts.pad_token_id,
+        wanted.num_workers,
+    )
+    checkpoints = ModelCheckpoint(
+        dirpath=job.folder / "checkpoints",
+        filename="best",
+        monitor="val/tau",
+        mode="max",
+        save_last=True,
+        enable_version_counter=False,
+    )
+    trainer = L.Trainer(
+        max_steps=wanted.max_steps,
+        accumulate_grad_batches=wanted.accumulate,
+        gradient_clip_val=wanted.clip,
+        precision=precision_of(config),  # type: ignore[arg-type]
+        accelerator=wanted.accelerator,
+        devices=wanted.devices,
+        val_check_interval=min(wanted.validate_every_steps, wanted.max_steps) * wanted.accumulate,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        log_every_n_steps=wanted.log_every_steps,
+        logger=tracker.logger,
+        callbacks=[checkpoints, RichProgressBar()],
+        use_distributed_sampler=False,
+        enable_model_summary=False,
+        default_root_dir=job.folder,
+    )
+    started = time.perf_counter()
+    last = job.folder / "checkpoints" / "last.ckpt"
+    trainer.fit(module, data, ckpt_path=last if last.exists() else None, weights_only=True)
+    seconds = time.perf_counter() - started
+    best = Path(checkpoints.best_model_path or last)
+    selected = load_drafter(best, module)
+    return {
+        "seconds": {"train": seconds},
+        "steps": trainer.global_step,
+        "selected_step": selected,
+        "checkpoint": best.name,
+        "learning_curve": module.learning_curve,
+        "trainable_parameters": sum(p.numel() for p in module.drafter.parameters() if p.requires_grad),
+    }
+
+
+def load_drafter(path: Path, module: DrafterModule) -> int:
+    """Load a checkpoint's weights into a module; returns its step.
+
+    Raises:
+        CheckpointError: unreadable, or a tensor is missing or unexpected.
+    """
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        module.load_state_dict(checkpoint["state_dict"], strict=True)
+    except (OSError, RuntimeError, KeyError) as error:
+        raise CheckpointError(f"Checkpoint {path} does not fit this drafter: {error}") from error
+    return int(checkpoint["global_step"])
+
+
+def _results(
+    job: Job,
+    target: Target,
+    data: PreparedData,
+    training: dict[str, Any],
+    evaluation: Evaluation,
+    prompts_sha256: dict[str, str],
+) -> dict[str, Any]:
+    config = job.config
+    return {
+        "experiment": config.experiment or "single",
+        "target": config.target.name,
+        "drafter": config.drafter.name,
+        "job": job.folder.name,
+        "rows": evaluation.rows,
+        "training": training,
+        "provenance": provenance(config, target, data.provenance, prompts_sha256),
+    }
+
+
+def _prompt_hashes(benchmarks: dict[str, list[Prompt]]) -> dict[str, str]:
+    return {
+        name: hashlib.sha256(json.dumps([p.messages for p in prompts]).encode()).hexdigest()[:16]
+        for name, prompts in benchmarks.items()
+    }
+
+
+def _write_atomically(path: Path, value: Any) -> None:
+    temporary = path.with_suffix(".partial")
+    temporary.write_text(json.dumps(value, indent=1))
+    temporary.replace(path)

@@ -1,0 +1,14 @@
+"""LightningModules and data for drafter training."""
+
+from dspark_exp.training.data_module import DrafterData, as_features, collate
+from dspark_exp.training.modules import BlockDrafterModule, DrafterModule, Eagle3Module, Optimization
+
+__all__ = [
+    "BlockDrafterModule",
+    "DrafterData",
+    "DrafterModule",
+    "Eagle3Module",
+    "Optimization",
+    "as_features",
+    "collate",
+]

@@ -1,0 +1,188 @@
+"""LightningModules of the drafters: features in, objective out, logging. No maths, no files.
+
+Validation runs the real draft loop on held-out prompts; ``val/tau`` selects the checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from dspark_exp.contracts import TargetFeatures
+from dspark_exp.data.anchors import draw_anchors
+from dspark_exp.errors import ConfigError
+from dspark_exp.metrics import AcceptedLength
+from dspark_exp.objectives import BlockObjective, ObjectiveResult, TrainingTimeTestObjective
+from dspark_exp.training.data_module import as_features
+
+ComputeFeatures = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+DraftLoop = Callable[[nn.Module, Sequence[list[int]]], list[list[int]]]
+
+
+@dataclass(frozen=True)
+class Optimization:
+    """AdamW with linear warm-up and cosine decay to zero; one rule for all drafters.
+
+    Raises:
+        ConfigError: learning rate or steps not above zero, warm-up outside [0, 1).
+    """
+
+    lr: float
+    num_steps: int
+    warmup_ratio: float = 0.04
+    head_lr_scale: float = 1.0
+    weight_decay: float = 0.0
+    beta2: float = 0.999
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0 or self.num_steps < 1 or not 0 <= self.warmup_ratio < 1 or self.head_lr_scale <= 0:
+            raise ConfigError(
+                f"trainer needs lr > 0, max_steps >= 1, 0 <= warmup_ratio < 1, head_lr_scale > 0; got lr={self.lr}, "
+                f"max_steps={self.num_steps}, warmup_ratio={self.warmup_ratio}, head_lr_scale={self.head_lr_scale}."
+            )
+
+    def factor(self, step: int) -> float:
+        """Learning-rate factor of optimizer step ``step`` (0-based)."""
+        warmup = max(1, round(self.num_steps * self.warmup_ratio))
+        if step < warmup:
+            return (step + 1) / warmup
+        done = (step - warmup) / max(1, self.num_steps - warmup)
+        return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+    def build(self, backbone: list[nn.Parameter], heads: list[nn.Parameter]) -> dict[str, Any]:
+        groups = [{"params": backbone, "lr": self.lr}]
+        if heads:
+            groups.append({"params": heads, "lr": self.lr * self.head_lr_scale})
+        fused = backbone[0].is_cuda
+        optimizer = torch.optim.AdamW(groups, betas=(0.9, self.beta2), weight_decay=self.weight_decay, fused=fused)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class DrafterModule(L.LightningModule):
+    """What the variants share: optimizer, logging, validation by drafting.
+
+    Args:
+        drafter: the network that trains.
+        optimization: learning rates and schedule.
+        seed: with the step, decides the anchors.
+        num_anchors: blocks a sequence (drafters that train every position ignore it).
+        compute_features: computes target features of a batch that carries none (features=online).
+        draft_loop: runs the real decoding loop; returns emitted tokens of every round, by prompt.
+    """
+
+    def __init__(
+        self,
+        drafter: nn.Module,
+        optimization: Optimization,
+        seed: int,
+        num_anchors: int,
+        compute_features: ComputeFeatures | None = None,
+        draft_loop: DraftLoop | None = None,
+    ) -> None:
+        super().__init__()
+        self.drafter, self.optimization = drafter, optimization
+        self.seed, self.num_anchors = seed, num_anchors
+        self._compute_features, self._draft_loop = compute_features, draft_loop
+        self.val_tau = AcceptedLength()
+        self.val_tau_by_domain = nn.ModuleDict()
+        self.learning_curve: list[dict[str, float]] = []
+
+    def objective_of(self, features: TargetFeatures, step: int) -> ObjectiveResult:
+        """Loss of one batch at an optimizer step. Implemented by the variants."""
+        raise TypeError(f"{type(self).__name__} does not say how its loss is computed.")
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        if "taps" not in batch:
+            if self._compute_features is None:
+                raise ConfigError("A batch without features came in, but no target was given to compute them.")
+            taps, final = self._compute_features(batch["input_ids"], batch["attention_mask"])
+            batch = {**batch, "taps": taps, "final": final}
+        result = self.objective_of(as_features(batch), self.global_step)
+        self._log_result(result)
+        # DDP averages gradients over ranks, and each rank holds its share of one sum
+        return result.loss * self.trainer.world_size
+
+    def _log_result(self, result: ObjectiveResult) -> None:
+        self.log("train/loss", self._sum_over_ranks(result.loss.detach().float()), prog_bar=True)
+        every = max(1, self.trainer.log_every_n_steps)
+        if self.global_step % every:
+            return
+        terms = {f"train/{name}": self._sum_over_ranks(value.float()) for name, value in result.terms.items()}
+        sums, counts = self._sum_over_ranks(result.accept_sum), self._sum_over_ranks(result.accept_count)
+        accept = sums / counts.clamp(min=1)
+        terms |= {f"train/accept_pos_{k + 1}": value for k, value in enumerate(accept)}
+        terms["train/predicted_tau"] = 1 + accept.cumprod(0).sum()
+        self.log_dict(terms)
+
+    def _sum_over_ranks(self, value: Tensor) -> Tensor:
+        if self.trainer.world_size == 1:
+            return value
+        return self.trainer.strategy.reduce(value.clone(), reduce_op="sum")  # type: ignore[return-value]
+
+    def validation_step(self, batch: Sequence[tuple[list[int], str]], _: int) -> None:
+        assert self._draft_loop is not None
+        for (_, domain), emitted in zip(batch, self._draft_loop(self.drafter, [ids for ids, _ in batch]), strict=True):
+            rounds = torch.tensor(emitted, device=self.device)
+            self.val_tau.update(rounds)
+            if domain not in self.val_tau_by_domain:
+                self.val_tau_by_domain[domain] = AcceptedLength().to(self.device)
+            self.val_tau_by_domain[domain].update(rounds)  # type: ignore[operator]
+
+    def on_validation_epoch_end(self) -> None:
+        point = {"step": float(self.global_step), "tau": float(self.val_tau.compute())}
+        for domain, metric in sorted(self.val_tau_by_domain.items()):
+            point[f"tau/{domain}"] = float(metric.compute())  # type: ignore[operator]
+            self.log(f"val/tau_{domain}", point[f"tau/{domain}"])
+        self.log("val/tau", point["tau"], prog_bar=True)
+        for metric in (self.val_tau, *self.val_tau_by_domain.values()):
+            metric.reset()  # type: ignore[operator]
+        if not self.trainer.sanity_checking:
+            self.learning_curve.append(point)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["learning_curve"] = self.learning_curve
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.learning_curve = list(checkpoint["learning_curve"])
+
+    def configure_optimizers(self) -> Any:
+        heads = self.drafter.head_parameters()  # type: ignore[operator]
+        in_heads = {id(parameter) for parameter in heads}
+        return self.optimization.build([p for p in self.drafter.parameters() if id(p) not in in_heads], heads)
+
+
+class BlockDrafterModule(DrafterModule):
+    """DFlash and DSpark: anchors are drawn anew every step, blocks are teacher-forced."""
+
+    def __init__(self, *args: Any, objective: BlockObjective, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.objective = objective
+
+    def objective_of(self, features: TargetFeatures, step: int) -> ObjectiveResult:
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + step) * 1_009 + self.global_rank)
+        blocks = draw_anchors(
+            features.input_ids, features.supervised, self.num_anchors, self.drafter.block_size, generator  # type: ignore[arg-type]
+        )
+        output = self.drafter(features, blocks)
+        progress = step / self.optimization.num_steps
+        return self.objective(output, blocks, features, self.drafter.frozen, progress, self._sum_over_ranks)  # type: ignore[arg-type]
+
+
+class Eagle3Module(DrafterModule):
+    """Eagle3: every position of every sequence, ``block_size`` training-time-test steps."""
+
+    def __init__(self, *args: Any, objective: TrainingTimeTestObjective, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.objective = objective
+
+    def objective_of(self, features: TargetFeatures, step: int) -> ObjectiveResult:
+        steps = self.drafter(features, self.drafter.block_size)
+        normed = [self.drafter.norm(hidden) for hidden in steps]  # type: ignore[operator]
+        return self.objective(normed, features, self.drafter.frozen, self._sum_over_ranks)  # type: ignore[arg-type]
