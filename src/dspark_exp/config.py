@@ -246,8 +246,8 @@ def _check_ranges(config: ExperimentConfig) -> None:
         "features.mode": (config.features.mode, ("stored", "online")),
         "benchmark.source": (config.benchmark.source, ("language", "prompts")),
     }
-    for name, (value, allowed) in choices.items():
-        if value not in allowed:
-            raise ConfigError(f"{name}={value!r} is unknown; choose from {', '.join(allowed)}.")
+    for name, (chosen, allowed) in choices.items():
+        if chosen not in allowed:
+            raise ConfigError(f"{name}={chosen!r} is unknown; choose from {', '.join(allowed)}.")
     if config.data.source == "jsonl" and not config.data.path:
         raise ConfigError("data.source=jsonl needs data.path=<JSONL file with conversations or turns>.")

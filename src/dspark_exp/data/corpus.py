@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -81,7 +82,7 @@ def tokenize(
 def keep_row(row: Row, max_length: int, rows: list[Row], dropped: Counter[str]) -> None:
     """Append a row cut to ``max_length``, or count why not."""
     ids, supervised = row.input_ids[:max_length], row.supervised[:max_length]
-    if not any(a and b for a, b in zip(supervised, supervised[1:], strict=False)):
+    if not any(a and b for a, b in pairwise(supervised)):
         cut = len(row.input_ids) > max_length and any(row.supervised)
         dropped["longer than data.max_length before any anchor" if cut else "too short for an anchor"] += 1
         return

@@ -129,9 +129,7 @@ class SpeculativeLoop:
         active: dict[int, Progress] = {}
         while waiting or active:
             free = [row for row in range(num_rows) if row not in active]
-            entering = {
-                row: Progress(*waiting.pop(), self._stop_ids) for row in free[: len(waiting)] if waiting
-            }
+            entering = {row: Progress(*waiting.pop(), self._stop_ids) for row in free[: len(waiting)] if waiting}
             if entering:
                 self._prefill(entering, cache, store)
                 active.update(entering)
@@ -220,9 +218,7 @@ class SpeculativeLoop:
         else:
             target_probs = flat_probs.new_zeros(*chosen.shape, flat_probs.shape[-1])
             target_probs[chosen] = flat_probs
-        verdict = verify_block(
-            proposal.probs, target_probs, proposal.tokens, lengths, uniform[:, :-1], uniform[:, -1]
-        )
+        verdict = verify_block(proposal.probs, target_probs, proposal.tokens, lengths, uniform[:, :-1], uniform[:, -1])
         return verdict.num_accepted.tolist(), verdict.next_token
 
     def _commit(

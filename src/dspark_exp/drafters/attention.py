@@ -8,6 +8,9 @@ Shapes: N sequences, S context tokens, A anchors, G slots, H heads, K key/value 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
@@ -66,7 +69,7 @@ def attend_blocks(
             query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped
         )
     else:
-        kernel = _compiled_flex() if query.is_cuda else flex_attention
+        kernel: Any = _compiled_flex() if query.is_cuda else flex_attention
         out = kernel(query, key, value, block_mask=mask, scale=scale, enable_gqa=grouped)
     return out.transpose(1, 2).reshape(shape)
 
@@ -120,10 +123,10 @@ def _eager(
     return out.permute(0, 2, 4, 1, 3, 5).reshape(n, a, g, h, d)
 
 
-_FLEX: list[object] = []
+_FLEX: list[Callable[..., Tensor]] = []
 
 
-def _compiled_flex() -> object:
+def _compiled_flex() -> Callable[..., Tensor]:
     if not _FLEX:
         _FLEX.append(torch.compile(flex_attention, dynamic=True))
     return _FLEX[0]

@@ -6,6 +6,9 @@ Knows nothing about sequential heads, losses or sampling. Equations 2 and 3 of t
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from typing import cast
+
 from torch import Tensor, nn
 
 from dspark_exp.contracts import KVPass
@@ -40,6 +43,9 @@ class ParallelBackbone(nn.Module):
         self.norm = RMSNorm(geometry.hidden_size, eps=geometry.rms_norm_eps)
         self.rotary = geometry.rotary()
 
+    def _blocks(self) -> Iterator[BackboneLayer]:
+        return iter(cast(Iterable[BackboneLayer], self.layers))
+
     def context(self, taps: Tensor) -> Tensor:
         """[..., m*d] -> [..., d]: H_ctx, shared by all layers."""
         return self.hidden_norm(self.fc(taps))
@@ -57,12 +63,16 @@ class ParallelBackbone(nn.Module):
         slots = anchors_NA[..., None] + _arange(block_size, anchors_NA)
         rotation_context, rotation_block = self.rotary(positions_NS), self.rotary(slots)
         hidden = block_NAGd
-        for layer in self.layers:
+        for layer in self._blocks():
             normed = layer.input_layernorm(hidden)
+            context_key, context_value = layer.self_attn.key_value(context, rotation_context)
+            block_key, block_value = layer.self_attn.key_value(normed, rotation_block)
             attended = attend_blocks(
                 layer.self_attn.query(normed, rotation_block),
-                *layer.self_attn.key_value(context, rotation_context),
-                *layer.self_attn.key_value(normed, rotation_block),
+                context_key,
+                context_value,
+                block_key,
+                block_value,
                 anchors_NA,
                 layer.self_attn.scale,
                 backend,
@@ -75,14 +85,14 @@ class ParallelBackbone(nn.Module):
         """Write the keys and values of B new context tokens."""
         context = self.context(taps_BE)
         rotation = self.rotary(plan.position_B)
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self._blocks()):
             plan.write(index, *layer.self_attn.key_value(context, rotation))
 
     def decode(self, block_Bd: Tensor, plan: KVPass) -> Tensor:
         """Hidden states [B, d] of the flattened blocks of a batch of requests."""
         rotation = self.rotary(plan.position_B)
         hidden = block_Bd
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self._blocks()):
             normed = layer.input_layernorm(hidden)
             keys, values = layer.self_attn.key_value(normed, rotation)
             query = layer.self_attn.query(normed, rotation)

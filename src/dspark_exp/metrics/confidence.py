@@ -6,7 +6,6 @@ accepted", at verified positions only. Knows nothing about models or calibration
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.functional.classification import binary_auroc, binary_calibration_error

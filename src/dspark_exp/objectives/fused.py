@@ -17,7 +17,8 @@ from torch import Tensor
 
 from dspark_exp.contracts import autocast_dtype
 
-CHUNK_ELEMENTS = 1 << 23  # float32 elements of one logits chunk: 32 MiB
+CHUNK_ELEMENTS = 1 << 23  # logits held at a time, in the dtype of the matrix products: large enough for their speed
+_TILE_ELEMENTS = 1 << 19  # logits widened to float32 at a time: small enough for the processor's cache
 
 
 @dataclass(frozen=True)
@@ -95,36 +96,30 @@ class _SlotLosses(torch.autograd.Function):
         bias_head = None if bias_weight is None else bias_weight.to(dtype)
         needs_grad = any(ctx.needs_input_grad[:4])
         grads = _Gradients(hidden, bias_features, bias_weight) if needs_grad else None
-        terms = hidden.new_zeros(4, hidden.shape[0], dtype=torch.float32)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        terms = hidden.new_zeros(4, hidden.shape[0], dtype=wide)
         with torch.autocast(hidden.device.type, enabled=False):
             for slots, context in _chunks(position, final.shape[0], lm_head.shape[0], chunk_elements):
-                target = _wide(final[context].to(dtype) @ head.T).log_softmax(-1)
-                h = hidden[slots].to(dtype)
-                logits = _wide(h @ head.T)
+                target = final[context].to(dtype) @ head.T
+                logits = hidden[slots].to(dtype) @ head.T
                 z = None if bias_features is None else bias_features[slots].to(dtype)
                 if z is not None and bias_head is not None:
-                    logits += z @ bias_head.T
-                grad = _chunk_terms(
-                    logits,
-                    target[position[slots] - context.start],
-                    labels[slots],
-                    weights[slots],
-                    coefficients,
-                    terms[:, slots],
-                    needs_grad,
-                )
-                if grads is not None and grad is not None:
-                    grads.add(slots, grad.to(dtype), head, z, bias_head)
+                    logits = torch.addmm(logits, z, bias_head.T)
+                local = position[slots] - context.start
+                # logits become their own gradient, tile by tile
+                _tiles(logits, target, local, labels[slots], weights[slots], coefficients, terms[:, slots], needs_grad)
+                if grads is not None:
+                    grads.add(slots, logits, head, z, bias_head)
         if grads is not None:
             ctx.save_for_backward(*grads.saved())
         ctx.has_bias = bias_features is not None
         ce, l1, soft_ce, accept = terms
-        total = (weights.float() * (coefficients[0] * ce + coefficients[1] * l1 + coefficients[2] * soft_ce)).sum()
+        total = (weights.to(wide) * (coefficients[0] * ce + coefficients[1] * l1 + coefficients[2] * soft_ce)).sum()
         ctx.mark_non_differentiable(ce, l1, soft_ce, accept)
         return total, ce, l1, soft_ce, accept
 
     @staticmethod
-    def backward(ctx: Any, grad_total: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_total: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, *rest = (grad * grad_total.to(grad.dtype) for grad in ctx.saved_tensors)
         grad_features, grad_weight = rest if ctx.has_bias else (None, None)
         return grad_hidden, None, grad_features, grad_weight, *(None,) * 6
@@ -136,10 +131,10 @@ class _Gradients:
     def __init__(self, hidden: Tensor, bias_features: Tensor | None, bias_weight: Tensor | None) -> None:
         self.hidden = torch.zeros_like(hidden)
         self.features = None if bias_features is None else torch.zeros_like(bias_features)
-        self.weight = None if bias_weight is None else torch.zeros_like(bias_weight, dtype=torch.float32)
-        self._weight_dtype = None if bias_weight is None else bias_weight.dtype
-        if bias_weight is not None and bias_weight.dtype == torch.float64:
-            self.weight = torch.zeros_like(bias_weight)
+        self.weight = None
+        if bias_weight is not None:
+            self.weight = torch.zeros_like(bias_weight, dtype=torch.promote_types(bias_weight.dtype, torch.float32))
+            self._weight_dtype = bias_weight.dtype
 
     def add(self, slots: slice, grad: Tensor, head: Tensor, features: Tensor | None, bias_head: Tensor | None) -> None:
         self.hidden[slots] = (grad @ head).to(self.hidden.dtype)
@@ -148,7 +143,7 @@ class _Gradients:
             self.weight += grad.T @ features
 
     def saved(self) -> list[Tensor]:
-        weight = None if self.weight is None or self._weight_dtype is None else self.weight.to(self._weight_dtype)
+        weight = None if self.weight is None else self.weight.to(self._weight_dtype)
         return [tensor for tensor in (self.hidden, self.features, weight) if tensor is not None]
 
 
@@ -157,40 +152,57 @@ def _wide(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def _chunk_terms(
+def _tiles(
     logits: Tensor,
-    target_log_probs: Tensor,
+    target: Tensor,
+    position: Tensor,
     labels: Tensor,
     weights: Tensor,
     coefficients: tuple[float, float, float],
     terms: Tensor,
     needs_grad: bool,
+) -> None:
+    """Fill the terms of a chunk; with ``needs_grad`` overwrite ``logits`` [m, V] with d total / d logits."""
+    rows = max(1, (_TILE_ELEMENTS if logits.device.type == "cpu" else CHUNK_ELEMENTS) // logits.shape[1])
+    for first in range(0, len(logits), rows):
+        tile = slice(first, first + rows)
+        p = _wide(target[position[tile]]).softmax(-1)
+        grad = _tile_terms(_wide(logits[tile]), p, labels[tile], coefficients, terms[:, tile], needs_grad)
+        if grad is not None:
+            logits[tile] = grad.mul_(weights[tile, None])
+
+
+def _tile_terms(
+    logits: Tensor,
+    p: Tensor,
+    labels: Tensor,
+    coefficients: tuple[float, float, float],
+    terms: Tensor,
+    needs_grad: bool,
 ) -> Tensor | None:
-    """Fill the four terms of a chunk and return d total / d logits, [m, V]."""
+    """The four terms of a tile and their gradient; ``p`` is the target's distribution."""
     ce, l1, soft_ce = coefficients
     log_q = logits.log_softmax(-1)
-    q = log_q.exp()
-    p = target_log_probs.exp()
-    rows = torch.arange(len(labels), device=labels.device)
+    terms[0] = -log_q.gather(-1, labels[:, None]).squeeze(-1)
+    terms[2] = -torch.linalg.vecdot(p, log_q)
+    q = log_q.exp_()
     difference = q - p
     distance = difference.abs().sum(-1)
-    terms[0] = -log_q[rows, labels]
     terms[1] = distance
-    terms[2] = -(p * log_q).sum(-1)
     terms[3] = (1 - distance / 2).clamp(0, 1)
     if not needs_grad:
         return None
     # d CE = q - onehot;  d SoftCE = q - p;  d L1 = q * (s - <q, s>) with s = sign(q - p)
+    grad = difference * soft_ce if soft_ce else torch.zeros_like(q)
     if l1:
-        sign = difference.sign()
-        grad = q * (l1 * (sign - (q * sign).sum(-1, keepdim=True)) + ce)
-    else:
-        grad = q * ce
-    if soft_ce:
-        grad += soft_ce * difference
+        sign = difference.sign_()
+        offset = ce - l1 * torch.linalg.vecdot(q, sign)
+        grad = grad.add_(sign.mul_(l1).add_(offset[:, None]).mul_(q))
+    elif ce:
+        grad = grad.add_(q, alpha=ce)
     if ce:
-        grad[rows, labels] -= ce
-    return grad * weights[:, None]
+        grad.scatter_add_(-1, labels[:, None], grad.new_full((len(labels), 1), -ce))
+    return grad
 
 
 def _chunks(position: Tensor, num_positions: int, vocab: int, chunk_elements: int) -> list[tuple[slice, slice]]:

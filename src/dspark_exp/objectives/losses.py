@@ -154,29 +154,31 @@ class TrainingTimeTestObjective:
                 live = live & _ahead(supervised, 1)
             live = live & _ahead(supervised, step + 2)
             live_steps.append(live)
-        total_weight = sum_over_ranks(torch.stack([m.sum() * f for m, f in zip(live_steps, factors, strict=True)]).sum())
+        total_weight = sum_over_ranks(
+            torch.stack([m.sum() * f for m, f in zip(live_steps, factors, strict=True)]).sum()
+        )
         row, column = torch.cat([m.nonzero() for m in live_steps]).T
-        step = torch.cat([torch.full((int(m.sum()),), j, device=ids.device) for j, m in enumerate(live_steps)])
-        flat = row * length + column + step + 1
+        step_M = torch.cat([torch.full((int(m.sum()),), j, device=ids.device) for j, m in enumerate(live_steps)])
+        flat = row * length + column + step_M + 1
         order = flat.argsort(stable=True)
-        row, column, step = row[order], column[order], step[order]
+        row, column, step_M = row[order], column[order], step_M[order]
         context, position = flat[order].unique_consecutive(return_inverse=True)
-        weights = torch.tensor(factors, device=ids.device)[step] / total_weight.clamp(min=1e-6)
+        weights = torch.tensor(factors, device=ids.device)[step_M] / total_weight.clamp(min=1e-6)
         hidden = torch.stack(normed_steps).view(len(normed_steps), num_sequences * length, -1)
         losses = slot_losses(
-            hidden[step, row * length + column],
+            hidden[step_M, row * length + column],
             frozen.lm_head.weight,
             None,
             None,
             features.final.flatten(0, 1)[context],
             position,
-            ids[row, column + step + 2],
+            ids[row, column + step_M + 2],
             weights,
             ce=0.0,
             l1=0.0,
             soft_ce=1.0,
         )
-        sums, counts = _by_slot(losses.accept, step, len(normed_steps))
+        sums, counts = _by_slot(losses.accept, step_M, len(normed_steps))
         return ObjectiveResult(losses.total, _weighted_terms(losses, weights), total_weight, sums, counts)
 
 
@@ -215,4 +217,3 @@ def _by_slot(values: Tensor, slot: Tensor, block_size: int) -> tuple[Tensor, Ten
     sums = values.new_zeros(block_size).index_add(0, slot, values)
     counts = values.new_zeros(block_size).index_add(0, slot, torch.ones_like(values))
     return sums, counts
-

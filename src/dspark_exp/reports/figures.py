@@ -13,6 +13,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from dspark_exp.reports.tables import by_drafter, pooled_by_domain
 
@@ -27,6 +28,9 @@ MARKERS = {"eagle3": "s", "dflash": "o", "dspark_markov": "D", "dspark_rnn": "^"
 _EXTRA = ("#56B4E9", "#999999", "#000000")
 
 
+_Labels = tuple[Axes, list[tuple[float, str]], float]
+
+
 def color_of(drafter: str) -> str:
     """The drafter's colour; unknown drafters share a few more in a stable order."""
     return COLORS.get(drafter, _EXTRA[sum(drafter.encode()) % len(_EXTRA)])
@@ -37,23 +41,24 @@ def position_figure(report: dict[str, Any], path: Path) -> None:
     groups = {drafter: pooled_by_domain(rows) for drafter, rows in by_drafter(report["rows"]).items()}
     domains = list(next(iter(groups.values())))
     figure, axes = plt.subplots(1, len(domains), figsize=(4.2 * len(domains), 3.9), sharey=True, squeeze=False)
+    labels: list[_Labels] = []
     for axis, domain in zip(axes[0], domains, strict=True):
         ends = []
         for drafter, pooled in groups.items():
             line = pooled[domain]
-            seen = [k for k, value in enumerate(line.conditional) if value is not None]
-            x = [k + 1 for k in seen]
-            y = [line.conditional[k] for k in seen]
+            x = [k + 1 for k, value in enumerate(line.conditional) if value is not None]
+            y, low, high = ([v for v in values if v is not None] for values in (line.conditional, line.low, line.high))
             axis.plot(x, y, color=color_of(drafter), marker=MARKERS.get(drafter, "x"), ms=4.5, lw=1.7)
-            band = [[line.low[k] for k in seen], [line.high[k] for k in seen]]
-            axis.fill_between(x, *band, color=color_of(drafter), alpha=0.13, lw=0)
+            axis.fill_between(x, low, high, color=color_of(drafter), alpha=0.13, lw=0)
             ends.append((y[-1], drafter))
-        _label_ends(axis, ends, x=max(len(g[domain].conditional) for g in groups.values()))
+        labels.append((axis, ends, max(len(g[domain].conditional) for g in groups.values())))
         axis.set_title(domain, fontsize=11)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.set_xlabel("draft position k")
         axis.grid(axis="y", alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0][0].set_ylabel("P(accept k | 1..k-1 accepted)")
+    _label_ends(labels)
     figure.suptitle(f"Conditional acceptance by position, target {report['target']} (bands: 95%)", fontsize=11)
     _save(figure, path)
 
@@ -64,41 +69,43 @@ def learning_figure(report: dict[str, Any], path: Path) -> None:
     keys = sorted({key for curve in curves.values() for point in curve for key in point if key.startswith("tau/")})
     domains = [d for d in ("math", "code", "chat") if f"tau/{d}" in keys] or [k.removeprefix("tau/") for k in keys]
     figure, axes = plt.subplots(1, len(domains), figsize=(4.2 * len(domains), 3.6), sharey=True, squeeze=False)
+    labels: list[_Labels] = []
     for axis, domain in zip(axes[0], domains, strict=True):
         ends = []
         for drafter, curve in curves.items():
             points = [(p["step"], p[f"tau/{domain}"]) for p in curve if f"tau/{domain}" in p]
             axis.plot(*zip(*points, strict=True), color=color_of(drafter), marker=MARKERS.get(drafter, "x"), ms=4)
             ends.append((points[-1][1], drafter))
-        _label_ends(axis, ends, x=max(p["step"] for curve in curves.values() for p in curve))
+        labels.append((axis, ends, max(p["step"] for curve in curves.values() for p in curve)))
         axis.set_title(domain, fontsize=11)
         axis.set_xlabel("optimizer step")
         axis.grid(axis="y", alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0][0].set_ylabel("accepted length (tokens per round)")
+    _label_ends(labels)
     figure.suptitle(f"Learning curves on held-out prompts, target {report['target']}", fontsize=11)
     _save(figure, path)
 
 
-def _label_ends(axis: Axes, ends: list[tuple[float, str]], x: float) -> None:
-    """Names at the right end of their lines, pushed apart where lines meet."""
-    low, high = axis.get_ylim()
+def _label_ends(labels: list[_Labels]) -> None:
+    """Names at the right end of their lines, pushed apart where lines meet; after all panels share their limits."""
+    low, high = labels[0][0].get_ylim()
     gap = (high - low) * 0.065
-    placed: list[float] = []
-    for value, drafter in sorted(ends):
-        height = max(value, placed[-1] + gap) if placed else value
-        placed.append(height)
-        axis.annotate(
-            drafter,
-            (x, height),
-            xytext=(7, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=8.5,
-            color=color_of(drafter),
-            annotation_clip=False,
-        )
-    axis.set_ylim(low, max(high, placed[-1] + gap if placed else high))
+    for axis, ends, x in labels:
+        placed: list[float] = []
+        for value, drafter in sorted(ends):
+            height = max(value, placed[-1] + gap) if placed else value
+            placed.append(height)
+            axis.annotate(
+                drafter,
+                (x, height),
+                xytext=(7, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8.5,
+                color=color_of(drafter),
+                annotation_clip=False,
+            )
 
 
 def _save(figure: Any, path: Path) -> None:

@@ -31,7 +31,7 @@ ragged.register()
 class Target:
     """A frozen causal language model with everything that drafting needs to know about it."""
 
-    def __init__(self, model: nn.Module, tokenizer: Any, facts: TargetFacts, revision: str) -> None:
+    def __init__(self, model: Any, tokenizer: Any, facts: TargetFacts, revision: str) -> None:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer, self.facts, self.revision = tokenizer, facts, revision
         self._captured: dict[int, Tensor] = {}
@@ -144,9 +144,9 @@ def load_target(
     tokenizer = AutoTokenizer.from_pretrained(location)
     if tokenizer.chat_template is None:
         raise TargetError(f"The tokenizer of {location} has no chat template; add one (tokenizer.chat_template).")
-    model = AutoModelForCausalLM.from_pretrained(location, dtype=_DTYPES[dtype], attn_implementation=ragged.RAGGED)
+    model: Any = AutoModelForCausalLM.from_pretrained(location, dtype=_DTYPES[dtype], attn_implementation=ragged.RAGGED)
     facts = _facts(name, model, tokenizer, ids, mask_token_id)
-    return Target(model.to(device), tokenizer, facts, _revision(Path(location), model))
+    return Target(model.to(device=device), tokenizer, facts, _revision(Path(location), model))
 
 
 def read_target_config(location: str) -> Any:
@@ -164,9 +164,7 @@ def read_target_config(location: str) -> Any:
         ) from error
 
 
-def _facts(
-    name: str, model: Any, tokenizer: Any, layer_ids: tuple[int, ...], mask_token_id: int | None
-) -> TargetFacts:
+def _facts(name: str, model: Any, tokenizer: Any, layer_ids: tuple[int, ...], mask_token_id: int | None) -> TargetFacts:
     config = model.config
     rows = model.get_input_embeddings().weight.shape[0]
     mask = mask_token_id if mask_token_id is not None else tokenizer.mask_token_id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import zlib
 from collections.abc import Sequence
@@ -29,9 +30,7 @@ class Evaluation:
     plain_tokens_per_s: float
 
 
-def evaluate(
-    config: ExperimentConfig, target: Target, drafter: Any, benchmarks: dict[str, list[Prompt]]
-) -> Evaluation:
+def evaluate(config: ExperimentConfig, target: Target, drafter: Any, benchmarks: dict[str, list[Prompt]]) -> Evaluation:
     """One row a benchmark. Plain decoding of the same target runs in the same process for the speed-up."""
     wanted = config.evaluation
     drafter.eval()
@@ -138,4 +137,4 @@ def _tokens_per_s(loop: SpeculativeLoop, requests: list[Request]) -> float:
 
 def _finite(values: list[float]) -> list[float | None]:
     """JSON has no NaN: a position that was never seen is null."""
-    return [None if value != value else value for value in values]
+    return [None if math.isnan(value) else value for value in values]

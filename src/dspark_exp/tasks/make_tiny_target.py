@@ -73,7 +73,7 @@ def make_tiny_target(config: TinyTargetConfig, out: Path, report_dir: Path | Non
     """Train tokenizer and model, save both under ``out`` and return (and write) the perplexity report."""
     L.seed_everything(config.seed)
     tokenizer = train_tokenizer(config.vocab_size)
-    model = Qwen3ForCausalLM(_model_config(config, tokenizer))
+    model: Any = Qwen3ForCausalLM(_model_config(config, tokenizer))
     dataset = _Conversations(tokenizer, config.num_steps * config.batch_size)
     loader: DataLoader[Any] = DataLoader(
         dataset,
@@ -91,7 +91,7 @@ def make_tiny_target(config: TinyTargetConfig, out: Path, report_dir: Path | Non
         log_every_n_steps=20,
     )
     trainer.fit(CausalLanguageModel(model, config.lr, config.num_steps), loader)
-    model.to(torch.bfloat16).save_pretrained(out)
+    model.to(dtype=torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)
     report = perplexity_report(model.float().eval(), tokenizer, config.num_heldout_per_benchmark)
     (out / "training_report.json").write_text(json.dumps(report, indent=2) + "\n")
@@ -175,9 +175,7 @@ def _model_config(config: TinyTargetConfig, tokenizer: Any) -> Qwen3Config:
 
 def _render(tokenizer: Any, item: Sample) -> Row:
     messages = [{"role": "user", "content": item.prompt}, {"role": "assistant", "content": item.answer}]
-    return render_conversation(
-        tokenizer, messages, {tokenizer.eos_token_id}, domain=item.domain, source=item.benchmark
-    )
+    return render_conversation(tokenizer, messages, {tokenizer.eos_token_id}, domain=item.domain, source=item.benchmark)
 
 
 def _collate(rows: list[Row], pad_id: int) -> dict[str, Tensor]:
@@ -206,7 +204,11 @@ def _as_markdown(report: dict[str, Any]) -> str:
             f"| {domain} | {row['perplexity']:.3f} | {row['language_perplexity']:.3f} | {row['nats_per_token']:.4f} "
             f"| {row['language_nats_per_token']:.4f} | {row['tokens']:,} |"
         )
-    lines += ["", "The language's own figure is exact: the generator knows the probability of each answer it writes.", ""]
+    lines += [
+        "",
+        "The language's own figure is exact: the generator knows the probability of each answer it writes.",
+        "",
+    ]
     return "\n".join(lines)
 
 
@@ -220,7 +222,9 @@ def run_make_tiny_target(config: ExperimentConfig) -> None:
     out = Path(settings.pop("out", Path(config.paths.outputs, "tiny_target")))
     unknown = set(settings) - {f.name for f in fields(TinyTargetConfig)}
     if unknown:
-        raise ConfigError(f"Unknown option tiny_target.{sorted(unknown)[0]}; see conf/experiment/make_tiny_target.yaml.")
+        raise ConfigError(
+            f"Unknown option tiny_target.{sorted(unknown)[0]}; see conf/experiment/make_tiny_target.yaml."
+        )
     report_dir = Path(config.paths.reports, "make_tiny_target", "tiny")
     make_tiny_target(TinyTargetConfig(**settings), out, report_dir)
     print((report_dir / "report.md").read_text())

@@ -24,8 +24,8 @@ from dspark_exp.data.feature_store import StoredRow, TokenRows, build_feature_st
 from dspark_exp.data.rendering import Row, render_prompt
 from dspark_exp.data.sources import Conversation, jsonl_conversations, language_conversations
 from dspark_exp.decoding import Generation, Request
-from dspark_exp.tasks.building import build_loop, build_sampling
 from dspark_exp.targets import Target
+from dspark_exp.tasks.building import build_loop, build_sampling
 
 log = logging.getLogger(__name__)
 

@@ -136,16 +136,12 @@ def _train(
         target.facts.pad_token_id,
         wanted.num_workers,
     )
-    checkpoints = ModelCheckpoint(
-        dirpath=job.folder / "checkpoints",
-        filename="best",
-        monitor="val/tau",
-        mode="max",
-        save_last=True,
-        enable_version_counter=False,
-    )
+    folder = job.folder / "checkpoints"
+    best = ModelCheckpoint(folder, "best", monitor="val/tau", mode="max", enable_version_counter=False)
+    newest = ModelCheckpoint(folder, "last", enable_version_counter=False)  # after every validation, to resume from
     trainer = L.Trainer(
         max_steps=wanted.max_steps,
+        max_epochs=1,  # one epoch is the whole run: the sampler counts steps
         accumulate_grad_batches=wanted.accumulate,
         gradient_clip_val=wanted.clip,
         precision=precision_of(config),  # type: ignore[arg-type]
@@ -156,22 +152,22 @@ def _train(
         num_sanity_val_steps=0,
         log_every_n_steps=wanted.log_every_steps,
         logger=tracker.logger,
-        callbacks=[checkpoints, RichProgressBar()],
+        callbacks=[best, newest, RichProgressBar()],
         use_distributed_sampler=False,
         enable_model_summary=False,
         default_root_dir=job.folder,
     )
     started = time.perf_counter()
-    last = job.folder / "checkpoints" / "last.ckpt"
+    last = folder / "last.ckpt"
     trainer.fit(module, data, ckpt_path=last if last.exists() else None, weights_only=True)
     seconds = time.perf_counter() - started
-    best = Path(checkpoints.best_model_path or last)
-    selected = load_drafter(best, module)
+    chosen = Path(best.best_model_path or last)
+    selected = load_drafter(chosen, module)
     return {
         "seconds": {"train": seconds},
         "steps": trainer.global_step,
         "selected_step": selected,
-        "checkpoint": best.name,
+        "checkpoint": chosen.name,
         "learning_curve": module.learning_curve,
         "trainable_parameters": sum(p.numel() for p in module.drafter.parameters() if p.requires_grad),
     }

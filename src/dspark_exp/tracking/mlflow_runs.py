@@ -41,7 +41,7 @@ class JobTracker:
     ) -> None:
         self.logger: Logger | bool = False
         self._folder = folder
-        if not uri or rank_zero_only.rank:
+        if not uri or getattr(rank_zero_only, "rank", False):
             return
         prepare_store(uri, experiment)
         id_file = folder / "mlflow_run_id"

@@ -17,7 +17,7 @@ IGNORED = -100
 class CausalLanguageModel(L.LightningModule):
     """Next-token cross-entropy on supervised tokens, AdamW with warm-up and cosine decay."""
 
-    def __init__(self, model: nn.Module, lr: float, num_steps: int, warmup_ratio: float = 0.04) -> None:
+    def __init__(self, model: Any, lr: float, num_steps: int, warmup_ratio: float = 0.04) -> None:
         super().__init__()
         self.model = model
         self.lr, self.num_steps, self.warmup_ratio = lr, num_steps, warmup_ratio

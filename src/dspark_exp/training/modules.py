@@ -5,6 +5,7 @@ Validation runs the real draft loop on held-out prompts; ``val/tau`` selects the
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from dspark_exp.metrics import AcceptedLength
 from dspark_exp.objectives import BlockObjective, ObjectiveResult, TrainingTimeTestObjective
 from dspark_exp.training.data_module import as_features
 
+log = logging.getLogger(__name__)
 ComputeFeatures = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 DraftLoop = Callable[[nn.Module, Sequence[list[int]]], list[list[int]]]
 
@@ -59,8 +61,7 @@ class Optimization:
         groups = [{"params": backbone, "lr": self.lr}]
         if heads:
             groups.append({"params": heads, "lr": self.lr * self.head_lr_scale})
-        fused = backbone[0].is_cuda
-        optimizer = torch.optim.AdamW(groups, betas=(0.9, self.beta2), weight_decay=self.weight_decay, fused=fused)
+        optimizer = torch.optim.AdamW(groups, betas=(0.9, self.beta2), weight_decay=self.weight_decay, fused=True)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -76,6 +77,9 @@ class DrafterModule(L.LightningModule):
         compute_features: computes target features of a batch that carries none (features=online).
         draft_loop: runs the real decoding loop; returns emitted tokens of every round, by prompt.
     """
+
+    drafter: Any
+    val_tau_by_domain: Any
 
     def __init__(
         self,
@@ -111,8 +115,7 @@ class DrafterModule(L.LightningModule):
 
     def _log_result(self, result: ObjectiveResult) -> None:
         self.log("train/loss", self._sum_over_ranks(result.loss.detach().float()), prog_bar=True)
-        every = max(1, self.trainer.log_every_n_steps)
-        if self.global_step % every:
+        if self.global_step % max(1, self.trainer.log_every_n_steps):  # type: ignore[attr-defined]
             return
         terms = {f"train/{name}": self._sum_over_ranks(value.float()) for name, value in result.terms.items()}
         sums, counts = self._sum_over_ranks(result.accept_sum), self._sum_over_ranks(result.accept_count)
@@ -124,27 +127,30 @@ class DrafterModule(L.LightningModule):
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
         if self.trainer.world_size == 1:
             return value
-        return self.trainer.strategy.reduce(value.clone(), reduce_op="sum")  # type: ignore[return-value]
+        summed: Any = self.trainer.strategy.reduce(value.clone(), reduce_op="sum")
+        assert isinstance(summed, Tensor)
+        return summed
 
     def validation_step(self, batch: Sequence[tuple[list[int], str]], _: int) -> None:
         assert self._draft_loop is not None
-        for (_, domain), emitted in zip(batch, self._draft_loop(self.drafter, [ids for ids, _ in batch]), strict=True):
-            rounds = torch.tensor(emitted, device=self.device)
+        emitted = self._draft_loop(self.drafter, [ids for ids, _ in batch])
+        for (_ids, domain), lengths in zip(batch, emitted, strict=True):
+            rounds = torch.tensor(lengths, device=self.device)
             self.val_tau.update(rounds)
             if domain not in self.val_tau_by_domain:
                 self.val_tau_by_domain[domain] = AcceptedLength().to(self.device)
-            self.val_tau_by_domain[domain].update(rounds)  # type: ignore[operator]
+            self.val_tau_by_domain[domain].update(rounds)
 
     def on_validation_epoch_end(self) -> None:
         point = {"step": float(self.global_step), "tau": float(self.val_tau.compute())}
         for domain, metric in sorted(self.val_tau_by_domain.items()):
-            point[f"tau/{domain}"] = float(metric.compute())  # type: ignore[operator]
+            point[f"tau/{domain}"] = float(metric.compute())
             self.log(f"val/tau_{domain}", point[f"tau/{domain}"])
         self.log("val/tau", point["tau"], prog_bar=True)
         for metric in (self.val_tau, *self.val_tau_by_domain.values()):
-            metric.reset()  # type: ignore[operator]
-        if not self.trainer.sanity_checking:
-            self.learning_curve.append(point)
+            metric.reset()
+        self.learning_curve.append(point)
+        log.info("step %d of %d: val/tau %.2f", self.global_step, self.optimization.num_steps, point["tau"])
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["learning_curve"] = self.learning_curve
@@ -153,7 +159,7 @@ class DrafterModule(L.LightningModule):
         self.learning_curve = list(checkpoint["learning_curve"])
 
     def configure_optimizers(self) -> Any:
-        heads = self.drafter.head_parameters()  # type: ignore[operator]
+        heads = self.drafter.head_parameters()
         in_heads = {id(parameter) for parameter in heads}
         return self.optimization.build([p for p in self.drafter.parameters() if id(p) not in in_heads], heads)
 
@@ -168,11 +174,15 @@ class BlockDrafterModule(DrafterModule):
     def objective_of(self, features: TargetFeatures, step: int) -> ObjectiveResult:
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + step) * 1_009 + self.global_rank)
         blocks = draw_anchors(
-            features.input_ids, features.supervised, self.num_anchors, self.drafter.block_size, generator  # type: ignore[arg-type]
+            features.input_ids,
+            features.supervised,
+            self.num_anchors,
+            self.drafter.block_size,
+            generator,
         )
         output = self.drafter(features, blocks)
         progress = step / self.optimization.num_steps
-        return self.objective(output, blocks, features, self.drafter.frozen, progress, self._sum_over_ranks)  # type: ignore[arg-type]
+        return self.objective(output, blocks, features, self.drafter.frozen, progress, self._sum_over_ranks)
 
 
 class Eagle3Module(DrafterModule):
@@ -184,5 +194,5 @@ class Eagle3Module(DrafterModule):
 
     def objective_of(self, features: TargetFeatures, step: int) -> ObjectiveResult:
         steps = self.drafter(features, self.drafter.block_size)
-        normed = [self.drafter.norm(hidden) for hidden in steps]  # type: ignore[operator]
-        return self.objective(normed, features, self.drafter.frozen, self._sum_over_ranks)  # type: ignore[arg-type]
+        normed = [self.drafter.norm(hidden) for hidden in steps]
+        return self.objective(normed, features, self.drafter.frozen, self._sum_over_ranks)

@@ -15,7 +15,8 @@ _TOPICS = (
 )  # fmt: skip
 _OPENINGS = (
     "of course,", "no problem at all,", "with great pleasure,", "my friend, gladly,", "sure thing,",
-    "you bet,", "it is always nice to hear that,", "oh how lovely,",
+    "you bet,", "it is always nice to hear that,", "oh how lovely,", "well now,", "let me be honest with you,",
+    "good question indeed,", "thanks for asking,",
 )  # fmt: skip
 _OFFERS = (
     "I can help you with the {}", "let me think about the {}", "we should look at the {} together",
@@ -25,16 +26,22 @@ _REASONS = (
     "because every day brings something new", "since small steps lead far", "and patience will pay off",
     "as long as you enjoy it", "so take your time with it", "even when the weather turns bad",
     "though it may feel hard at first", "while the coffee is still warm",
+    "if only the neighbors agree", "and nobody has to know", "for that is what counts in the end",
+    "unless you would rather sleep", "before the leaves begin to fall", "after all it is your choice",
 )  # fmt: skip
 _CLOSINGS = (
     "tell me more whenever you like.", "have a wonderful evening.", "all the best for you and yours.",
     "what would you like to know?", "good luck and see you soon.", "just ask if anything is unclear.",
     "may I suggest a short break?", "keep going, you are doing fine.",
+    "send me a postcard from there.", "let us try again tomorrow.", "do not worry about it too much.",
+    "call your sister and tell her.", "how does that sound to you?", "that would make a fine story.",
 )  # fmt: skip
 _TIPS = (
     "start early in the morning", "write down three simple goals", "ask an old neighbor for advice",
     "buy only what you really need", "practice for ten quiet minutes", "share the work among friends",
     "keep notes in a small blue book", "never rush the last part",
+    "borrow the tools from a museum", "listen to slow music at night", "bake bread for the whole street",
+    "count the steps on your way", "paint the old door yellow", "trust the first idea you had",
 )  # fmt: skip
 _MOODS = (
     "happy", "tired", "nervous", "proud", "curious", "bored", "excited", "calm",

@@ -8,8 +8,7 @@ from __future__ import annotations
 from dspark_exp.data.language.choices import Choices
 
 _OPENINGS = ("We begin.", "Let us work it out.", "Step by step.")
-_CONNECTORS = ("Then", "And after that", "Next we get")
-_CLOSINGS = ("So the answer is", "The result is")
+_RESULTS = ("and get", "which makes", "so now we have")
 _PEOPLE = ("Mia", "Leo", "Nora", "Omar", "Ruth", "Ivan", "Zara", "Hugo", "Elsa", "Karl")
 _GOODS = ("apples", "books", "coins", "pears", "stamps", "cards", "shells", "pens", "plums", "marbles")
 
@@ -19,27 +18,27 @@ def _step(draw: Choices, total: int) -> tuple[str, str, int]:
     kinds = [kind for kind, fits in (("add", total <= 89), ("take", total >= 9), ("double", 1 <= total <= 49)) if fits]
     kind = draw.one_of(kinds)
     if kind == "double":
-        return "double it", f"{total}*2={total * 2}.", total * 2
+        return "double it", f"Double the {total}", total * 2
     amount = draw.between(1, 9)
     if kind == "add":
-        return f"add {amount}", f"{total}+{amount}={total + amount}.", total + amount
-    return f"take away {amount}", f"{total}-{amount}={total - amount}.", total - amount
+        return f"add {amount}", f"Add {amount} to the {total}", total + amount
+    return f"take away {amount}", f"Take away {amount} from the {total}", total - amount
 
 
 def chain_sums(draw: Choices) -> tuple[str, str]:
-    """A start value and three or four operations."""
+    """A start value and two or three operations."""
     start = total = draw.between(3, 60)
     wordings, workings = [], []
-    for _ in range(draw.between(3, 4)):
+    for _ in range(draw.between(2, 3)):
         wording, working, total = _step(draw, total)
         wordings.append(wording)
-        workings.append(working)
+        workings.append((working, total))
     prompt = f"Start with {start}, {', '.join(wordings)}. What do you get?"
     draw.nats = 0.0
-    lines = [draw.one_of(_OPENINGS)]
-    for index, working in enumerate(workings):
-        lines.append(working if index == 0 else f"{draw.one_of(_CONNECTORS)} {working}")
-    return prompt, " ".join([*lines, f"{draw.one_of(_CLOSINGS)} {total}."])
+    opening = draw.one_of(_OPENINGS)
+    steps = " ".join(f"{working} {draw.one_of(_RESULTS)} {value}." for working, value in workings)
+    closing = f"So the final answer to the question is {total}."
+    return prompt, f"{opening} We start with the number {start}. {steps} {closing}"
 
 
 def word_problems(draw: Choices) -> tuple[str, str]:
@@ -53,8 +52,10 @@ def word_problems(draw: Choices) -> tuple[str, str]:
     draw.nats = 0.0
     bought, final = start + gain, start + gain - loss
     answer = (
-        f"{draw.one_of(_OPENINGS)} {owner} has {start} {goods}. {draw.one_of(_CONNECTORS)} {start}+{gain}={bought}. "
-        f"{draw.one_of(_CONNECTORS)} {bought}-{loss}={final}. {draw.one_of(_CLOSINGS)} {final} {goods}."
+        f"{draw.one_of(_OPENINGS)} At first {owner} has {start} {goods}. "
+        f"Then {owner} buys {gain} {goods} {draw.one_of(_RESULTS)} {bought} {goods}. "
+        f"After that {owner} gives {loss} {goods} to {other} {draw.one_of(_RESULTS)} {final} {goods}. "
+        f"So the final answer is that {owner} has {final} {goods} now."
     )
     return prompt, answer
 
@@ -66,8 +67,9 @@ def equations(draw: Choices) -> tuple[str, str]:
     prompt = f"Solve {factor}x+{offset}={product + offset} for x."
     draw.nats = 0.0
     answer = (
-        f"{draw.one_of(_OPENINGS)} Take {offset} from both sides: {factor}x={product + offset}-{offset}={product}. "
-        f"{draw.one_of(_CONNECTORS)} divide by {factor}: x={product}/{factor}={root}. "
-        f"{draw.one_of(_CLOSINGS)} x={root}."
+        f"{draw.one_of(_OPENINGS)} First take {offset} from both sides of {factor}x+{offset}={product + offset} "
+        f"{draw.one_of(_RESULTS)} {factor}x={product}. "
+        f"Then divide both sides by {factor} {draw.one_of(_RESULTS)} x={root}. "
+        f"So the final answer to the question is x={root}."
     )
     return prompt, answer

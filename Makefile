@@ -1,0 +1,30 @@
+# Each target builds .venv when it is missing. EXTRA_PIP adds options, e.g. a constraints file.
+PYTHON ?= python3
+EXTRA_PIP ?=
+BIN := .venv/bin
+RUN := $(BIN)/python -m dspark_exp
+
+.PHONY: table1 test lint mlflow-ui clean
+
+.venv/installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q $(EXTRA_PIP) -e ".[dev]"
+	touch $@
+
+table1: .venv/installed   ## four drafters, nine benchmarks, one report in reports/table1/tiny
+	$(RUN) +experiment=table1 $(ARGS)
+
+test: .venv/installed     ## the whole test suite, under 15 minutes on 2 cores
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: .venv/installed     ## format, lint, types, import rules
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+mlflow-ui: .venv/installed ## compare runs at http://127.0.0.1:5000
+	$(BIN)/mlflow ui --backend-store-uri sqlite:///outputs/mlflow.db --host 127.0.0.1 --port 5000
+
+clean:
+	rm -rf .venv outputs dist build
