@@ -125,7 +125,6 @@ class EvaluationConfig:
     """How it is evaluated."""
 
     sampling: SamplingConfig
-    policy: dict[str, Any]
     batch_size: int
     plain_prompts: int  # prompts a benchmark decoded without drafter, for the speed-up
     seed: int
@@ -163,6 +162,7 @@ class ExperimentConfig:
     trainer: TrainerConfig
     benchmark: BenchmarkConfig
     evaluation: EvaluationConfig
+    policy: dict[str, Any]
     tracking: TrackingConfig
     paths: PathsConfig
     tiny_target: dict[str, Any] = field(default_factory=dict)

@@ -60,7 +60,7 @@ BAD = {
 
 def test_rows_that_cannot_train_are_dropped_and_counted_by_reason(tiny: Target) -> None:
     items = [Conversation(tuple(m)) for m in BAD.values()] + [Conversation(tuple(_turns("hi", "of course")))]
-    items += [Conversation(()), Conversation(tuple([{"role": "assistant", "content": "first"}]))]
+    items += [Conversation(()), Conversation(({"role": "assistant", "content": "first"},))]
     corpus = tokenize(items, tiny.tokenizer, tiny.facts.stop_ids, max_length=64)
     assert len(corpus.rows) == 1
     assert set(BAD) <= set(corpus.dropped)

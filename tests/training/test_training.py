@@ -49,9 +49,7 @@ def test_a_killed_run_resumes_bit_for_bit(
     assert not broken.results_path.exists()
     monkeypatch.setattr(recipe, "RichProgressBar", bars)
     train_eval(broken)
-    states = [
-        torch.load(job.folder / "checkpoints" / "last.ckpt", weights_only=True) for job in (whole, broken)
-    ]
+    states = [torch.load(job.folder / "checkpoints" / "last.ckpt", weights_only=True) for job in (whole, broken)]
     assert states[0]["global_step"] == states[1]["global_step"] == 12
     for name, tensor in states[0]["state_dict"].items():
         assert torch.equal(tensor, states[1]["state_dict"][name]), name

@@ -45,7 +45,7 @@ class Fixed:
     def check(self, block_size: int, has_confidence: bool) -> None:
         """The length must fit the block."""
         if not 0 <= self.length <= block_size:
-            raise ConfigError(f"evaluation.policy.length={self.length} must lie within 0..{block_size} (block size).")
+            raise ConfigError(f"policy.length={self.length} must lie within 0..{block_size} (block size).")
 
     def lengths(self, confidence_RG: Tensor | None, num_requests: int, block_size: int) -> Tensor:
         return torch.full((num_requests,), self.length)
@@ -60,10 +60,10 @@ class Threshold:
     def check(self, block_size: int, has_confidence: bool) -> None:
         """Needs a confidence head and a threshold in [0, 1]."""
         if not 0 <= self.threshold <= 1:
-            raise ConfigError(f"evaluation.policy.threshold={self.threshold} must lie in [0, 1].")
+            raise ConfigError(f"policy.threshold={self.threshold} must lie in [0, 1].")
         if not has_confidence:
             raise ConfigError(
-                "evaluation.policy=threshold needs a drafter with a confidence head "
+                "policy=threshold needs a drafter with a confidence head "
                 "(drafter.network.confidence_head=true); this one has none."
             )
 

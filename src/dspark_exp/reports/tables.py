@@ -102,17 +102,24 @@ def by_drafter(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def print_table(report: dict[str, Any]) -> None:
-    """Accepted length by drafter and benchmark, with macro-averages, on the terminal."""
-    rows = report["rows"]
-    table = Table(title=f"Accepted length per round (tau): {report['experiment']} on {report['target']}")
-    benchmarks = in_order((row["benchmark"] for row in rows), ())
-    table.add_column("drafter")
-    for name in [*benchmarks, *macro_averages(rows)]:
-        table.add_column(name, justify="right")
-    for drafter, group in by_drafter(rows).items():
-        tau = {row["benchmark"]: f"{row['tau']:.2f}" for row in group}
-        averages = [f"{average.tau:.2f}" for average in macro_averages(group).values()]
-        table.add_row(drafter, *(tau.get(name, "-") for name in benchmarks), *averages)
+    """Accepted length by benchmark and drafter, with macro-averages, on the terminal."""
+    groups = by_drafter(report["rows"])
+    tau = {(drafter, row["benchmark"]): row for drafter, rows in groups.items() for row in rows}
+    averages = {drafter: macro_averages(rows) for drafter, rows in groups.items()}
+    table = Table(title=f"Accepted length per round (tau, 95% interval): {report['experiment']} on {report['target']}")
+    table.add_column("benchmark")
+    for drafter in groups:
+        table.add_column(drafter, justify="right")
+    domain_of = {row["benchmark"]: row["domain"] for row in report["rows"]}
+    for name, domain in domain_of.items():
+        cells = [tau.get((drafter, name)) for drafter in groups]
+        texts = ["-" if c is None else f"{c['tau']:.2f} [{c['tau_low']:.2f}, {c['tau_high']:.2f}]" for c in cells]
+        table.add_row(f"{name} ({domain})", *texts)
+    table.add_section()
+    for name in macro_averages(report["rows"]):
+        means = [averages[drafter].get(name) for drafter in groups]
+        texts = ["-" if m is None else f"{m.tau:.2f} [{m.low:.2f}, {m.high:.2f}]" for m in means]
+        table.add_row(f"mean {name}", *texts, style="bold")
     Console().print(table)
 
 

@@ -86,7 +86,7 @@ def build_sampling(config: SamplingConfig) -> Sampling:
 
 
 def build_policy(config: ExperimentConfig) -> VerificationPolicy:
-    policy: VerificationPolicy = construct(config.evaluation.policy, "evaluation.policy")
+    policy: VerificationPolicy = construct(config.policy, "policy")
     return policy
 
 

@@ -28,7 +28,7 @@ def provenance(
         "thinking": config.target.thinking,
         "evaluation": {
             "sampling": asdict(config.evaluation.sampling),
-            "policy": config.evaluation.policy,
+            "policy": config.policy,
             "max_new_tokens": config.benchmark.max_new_tokens,
             "seed": config.evaluation.seed,
             "prompts_sha256": prompts_sha256,
