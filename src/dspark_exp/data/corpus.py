@@ -106,7 +106,7 @@ def checked(rows: list[Row], dropped: Counter[str]) -> Corpus:
 def split_validation(
     conversations: Sequence[Conversation], num_validation: int, seed: int
 ) -> tuple[list[Conversation], list[Conversation]]:
-    """Hold out ``num_validation`` conversations, spread evenly over domains; the rest trains."""
+    """Hold out ``num_validation`` conversations, spread evenly over domains; the rest trains, shuffled."""
     order = list(range(len(conversations)))
     random.Random(seed).shuffle(order)
     domains = sorted({item.domain for item in conversations})
@@ -114,5 +114,5 @@ def split_validation(
     for position, domain in enumerate(domains):
         quota = num_validation // len(domains) + (position < num_validation % len(domains))
         held.update([i for i in order if conversations[i].domain == domain][:quota])
-    train = [item for index, item in enumerate(conversations) if index not in held]
+    train = [conversations[index] for index in order if index not in held]
     return train, [item for index, item in enumerate(conversations) if index in held]

@@ -111,7 +111,13 @@ def _final_metrics(results: dict[str, Any]) -> dict[str, float]:
 def _module(config: ExperimentConfig, target: Target, drafter: Any) -> DrafterModule:
     wanted = config.trainer
     optimization = Optimization(
-        wanted.lr, wanted.max_steps, wanted.warmup_ratio, wanted.head_lr_scale, wanted.weight_decay, wanted.beta2
+        wanted.lr,
+        wanted.max_steps,
+        wanted.warmup_ratio,
+        wanted.head_lr_scale,
+        wanted.weight_decay,
+        wanted.beta2,
+        wanted.clip,
     )
     module: DrafterModule = build_module(
         config,
@@ -143,7 +149,6 @@ def _train(
         max_steps=wanted.max_steps,
         max_epochs=1,  # one epoch is the whole run: the sampler counts steps
         accumulate_grad_batches=wanted.accumulate,
-        gradient_clip_val=wanted.clip,
         precision=precision_of(config),  # type: ignore[arg-type]
         accelerator=wanted.accelerator,
         devices=wanted.devices,

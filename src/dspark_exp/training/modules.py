@@ -41,6 +41,7 @@ class Optimization:
     head_lr_scale: float = 1.0
     weight_decay: float = 0.0
     beta2: float = 0.999
+    clip: float = 1.0
 
     def __post_init__(self) -> None:
         if self.lr <= 0 or self.num_steps < 1 or not 0 <= self.warmup_ratio < 1 or self.head_lr_scale <= 0:
@@ -48,6 +49,8 @@ class Optimization:
                 f"trainer needs lr > 0, max_steps >= 1, 0 <= warmup_ratio < 1, head_lr_scale > 0; got lr={self.lr}, "
                 f"max_steps={self.num_steps}, warmup_ratio={self.warmup_ratio}, head_lr_scale={self.head_lr_scale}."
             )
+        if self.clip <= 0:
+            raise ConfigError(f"trainer.clip={self.clip}: expected a gradient norm above 0.")
 
     def factor(self, step: int) -> float:
         """Learning-rate factor of optimizer step ``step`` (0-based)."""
@@ -157,6 +160,11 @@ class DrafterModule(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.learning_curve = list(checkpoint["learning_curve"])
+
+    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+        # by hand: Lightning refuses to clip before a fused optimizer, which matters for float16 scaling alone
+        norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.optimization.clip)
+        self.log("train/grad_norm", norm)
 
     def configure_optimizers(self) -> Any:
         heads = self.drafter.head_parameters()
