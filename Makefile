@@ -8,6 +8,8 @@ RUN := $(BIN)/python -m dspark_exp
 
 .venv/installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@# without a GPU, prefer a CPU build of torch where the package index offers one: it saves gigabytes
+	@command -v nvidia-smi >/dev/null || $(BIN)/python -m pip install -q -r .ci/constraints.txt 2>/dev/null || true
 	$(BIN)/python -m pip install -q $(EXTRA_PIP) -e ".[dev]"
 	touch $@
 

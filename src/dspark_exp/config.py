@@ -89,7 +89,7 @@ class TrainerConfig:
     """Budget and optimizer of drafter training."""
 
     max_steps: int
-    batch_size: int  # sequences a step on each device
+    batch_size: int  # sequences a batch
     num_anchors: int  # blocks a sequence
     accumulate: int  # batches an optimizer step
     lr: float
@@ -102,7 +102,6 @@ class TrainerConfig:
     validate_every_steps: int
     log_every_steps: int
     accelerator: str
-    devices: int
     precision: str  # auto | 32-true | bf16-mixed | ...
     num_workers: int
     num_threads: int | None  # CPU threads; null = PyTorch's choice

@@ -151,7 +151,7 @@ def _train(
         accumulate_grad_batches=wanted.accumulate,
         precision=precision_of(config),  # type: ignore[arg-type]
         accelerator=wanted.accelerator,
-        devices=wanted.devices,
+        devices=1,
         val_check_interval=min(wanted.validate_every_steps, wanted.max_steps) * wanted.accumulate,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
