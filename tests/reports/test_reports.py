@@ -68,6 +68,13 @@ def test_a_report_has_all_its_files_and_rebuilds_from_results_alone(tmp_path: Pa
     assert [row["tau"] for row in rows] == [str(row["tau"]) for row in report["rows"]]
 
 
+def test_jobs_that_share_a_drafter_are_told_apart(tmp_path: Path) -> None:
+    jobs = [{**_job("dflash", 3.0), "job": "dflash-a"}, {**_job("dflash", 4.0), "job": "dflash-b"}]
+    report = build_report(tmp_path, "seeds", jobs)
+    assert {row["drafter"] for row in report["rows"]} == {"dflash-a", "dflash-b"}
+    assert set(report["training"]) == {"dflash-a", "dflash-b"}
+
+
 def test_macro_averages_weigh_benchmarks_equally() -> None:
     rows = [_row("d", "a", "math", 2.0), _row("d", "b", "math", 4.0, 1), _row("d", "c", "chat", 1.0, 2)]
     means = macro_averages(rows)

@@ -213,7 +213,7 @@ class SpeculativeLoop:
     ) -> tuple[list[int], Tensor]:
         if proposal is None:
             return [0] * len(lengths), self.sampling.draw(flat_probs, uniform[:, 0])
-        if bool(chosen.all()):
+        if len(flat_probs) == chosen.numel():
             target_probs = flat_probs.view(*chosen.shape, -1)
         else:
             target_probs = flat_probs.new_zeros(*chosen.shape, flat_probs.shape[-1])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,12 @@ _CSV_COLUMNS = (
 
 
 def merged(experiment: str, jobs: Sequence[dict[str, Any]], missing: Sequence[dict[str, str]]) -> dict[str, Any]:
-    """Results of jobs as one: rows of all drafters, training and provenance by drafter."""
+    """Results of jobs as one: rows of all drafters, training and provenance by drafter.
+
+    Jobs that share a drafter (another seed, say) are told apart by their job name.
+    """
+    names = Counter(job["drafter"] for job in jobs)
+    jobs = [job if names[job["drafter"]] == 1 else _relabelled(job) for job in jobs]
     return {
         "experiment": experiment,
         "target": jobs[0]["target"],
@@ -32,9 +38,12 @@ def merged(experiment: str, jobs: Sequence[dict[str, Any]], missing: Sequence[di
         "provenance": {
             **jobs[0]["provenance"],
             "trainer": {job["drafter"]: job["provenance"]["trainer"] for job in jobs},
-            "drafters": {job["drafter"]: job["provenance"].get("drafter") for job in jobs},
         },
     }
+
+
+def _relabelled(job: dict[str, Any]) -> dict[str, Any]:
+    return {**job, "drafter": job["job"], "rows": [{**row, "drafter": job["job"]} for row in job["rows"]]}
 
 
 def build_report(

@@ -109,6 +109,6 @@ def _label_ends(labels: list[_Labels]) -> None:
 
 
 def _save(figure: Any, path: Path) -> None:
-    figure.tight_layout(w_pad=4.5, rect=(0, 0, 0.93, 1))
-    figure.savefig(path, dpi=130)
+    figure.subplots_adjust(wspace=0.42)
+    figure.savefig(path, dpi=130, bbox_inches="tight")
     plt.close(figure)
