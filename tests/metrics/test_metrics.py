@@ -71,6 +71,9 @@ def test_survival_calibration_equals_a_naive_loop() -> None:
         p, y = survival[:, k], (accepted > k).numpy().astype(float)
         bins = np.minimum((p * 20).astype(int), 19)
         ece = sum(abs(p[bins == b].mean() - y[bins == b].mean()) * (bins == b).mean() for b in set(bins))
+        rows = sheet["bins"][k]
+        assert sum(count for count, _, _ in rows) == 400
+        assert sheet["ece"][k] == pytest.approx(sum(n * abs(a - b) for n, a, b in rows) / 400, abs=1e-5)
         pairs = [(float(a > b) + 0.5 * float(a == b)) for a in p[y == 1] for b in p[y == 0]]
         assert sheet["ece"][k] == pytest.approx(ece, abs=1e-5)
         assert sheet["auroc"][k] == pytest.approx(np.mean(pairs), abs=1e-5)

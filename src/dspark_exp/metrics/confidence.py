@@ -6,6 +6,8 @@ accepted", at verified positions only. Knows nothing about models or calibration
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.functional.classification import binary_auroc, binary_calibration_error
@@ -38,11 +40,15 @@ class SurvivalCalibration(Metric):
         self.accepted.append(accepted)
         self.verified.append(verified)
 
-    def compute(self) -> dict[str, list[float]]:
-        """``ece``, ``auroc``, ``brier`` and ``counts`` by position; NaN where only one outcome was seen."""
+    def compute(self) -> dict[str, list[Any]]:
+        """``ece``, ``auroc``, ``brier`` and ``counts`` by position; NaN where only one outcome was seen.
+
+        ``bins`` holds the reliability diagram of each position: for every non-empty bin its count, mean prediction
+        and share of accepted prefixes.
+        """
         survival = dim_zero_cat(self.confidence).double().cumprod(-1)
         accepted, verified = dim_zero_cat(self.accepted), dim_zero_cat(self.verified)
-        sheet: dict[str, list[float]] = {"ece": [], "auroc": [], "brier": [], "counts": []}
+        sheet: dict[str, list[Any]] = {"ece": [], "auroc": [], "brier": [], "counts": [], "bins": []}
         for k in range(self.block_size):
             seen = verified > k
             predicted, outcome = survival[seen, k].float(), (accepted[seen] > k).long()
@@ -51,7 +57,16 @@ class SurvivalCalibration(Metric):
             sheet["ece"].append(_value(binary_calibration_error(predicted, outcome, n_bins=NUM_BINS)) if both else _NAN)
             sheet["auroc"].append(_value(binary_auroc(predicted, outcome)) if both else _NAN)
             sheet["brier"].append(_value(((predicted - outcome) ** 2).mean()) if len(outcome) else _NAN)
+            sheet["bins"].append(_reliability_bins(predicted, outcome))
         return sheet
+
+
+def _reliability_bins(predicted: Tensor, outcome: Tensor) -> list[tuple[int, float, float]]:
+    index = (predicted * NUM_BINS).long().clamp(max=NUM_BINS - 1)
+    return [
+        (int((index == b).sum()), _value(predicted[index == b].mean()), _value(outcome[index == b].float().mean()))
+        for b in index.unique().tolist()
+    ]
 
 
 _NAN = float("nan")

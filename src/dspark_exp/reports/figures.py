@@ -59,7 +59,7 @@ def position_figure(report: dict[str, Any], path: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     axes[0][0].set_ylabel("P(accept k | 1..k-1 accepted)")
     _label_ends(labels)
-    figure.suptitle(f"Conditional acceptance by position, target {report['target']} (bands: 95%)", fontsize=11)
+    figure.suptitle(f"Conditional acceptance by position, target {report['target']} (bands: 95%)", fontsize=11, y=1.01)
     _save(figure, path)
 
 
@@ -83,7 +83,7 @@ def learning_figure(report: dict[str, Any], path: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     axes[0][0].set_ylabel("accepted length (tokens per round)")
     _label_ends(labels)
-    figure.suptitle(f"Learning curves on held-out prompts, target {report['target']}", fontsize=11)
+    figure.suptitle(f"Learning curves on held-out prompts, target {report['target']}", fontsize=11, y=1.01)
     _save(figure, path)
 
 

@@ -100,7 +100,8 @@ def metric_row(generations: Sequence[Generation], block_size: int, clock: Clock)
     if rounds and rounds[0].confidence:
         survival = SurvivalCalibration(block_size)
         survival.update(torch.tensor([r.confidence for r in rounds]), accepted, verified)
-        row["confidence"] = {name: _finite(values) for name, values in survival.compute().items()}
+        sheet = survival.compute()
+        row["confidence"] = {name: sheet[name] if name == "bins" else _finite(sheet[name]) for name in sheet}
     return row
 
 
