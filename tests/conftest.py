@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from dspark_exp.contracts import TargetFacts
 from dspark_exp.drafters import DFlashDrafter, DSparkDrafter, Eagle3Drafter
@@ -58,6 +59,35 @@ def random_target(family: str = "qwen3", vocab_size: int = 12, stop_ids: tuple[i
         stop_ids=stop_ids,
     )
     return Target(model, None, facts, revision="random")
+
+
+def target_from_folder(folder: Path, layer_ids: tuple[int, ...], mask_token_id: int) -> Target:
+    """A checkpoint without a tokenizer as a target."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=RAGGED)
+    config = model.config
+    stop = config.eos_token_id
+    facts = TargetFacts(
+        name="golden",
+        family=config.model_type,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_parameters=dict(config.rope_parameters),
+        max_position_embeddings=config.max_position_embeddings,
+        vocab_size=config.vocab_size,
+        num_usable_tokens=config.vocab_size,
+        layer_ids=layer_ids,
+        mask_token_id=mask_token_id,
+        pad_token_id=0,
+        stop_ids=(stop,) if isinstance(stop, int) else tuple(stop),
+    )
+    if config.vocab_size == 512:
+        facts = replace(facts, stop_ids=(257, 258))  # meta.json of the trained set
+    return Target(model, None, facts, "golden")
 
 
 def make_drafter(kind: str, target: Target, block_size: int = BLOCK_SIZE, seed: int = 3) -> torch.nn.Module:

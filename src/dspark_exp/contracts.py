@@ -44,6 +44,7 @@ class TargetFeatures:
     supervised: Tensor  # [N, S] bool
     taps: Tensor  # [N, S, m*d]
     final: Tensor  # [N, S, d], exactly what the LM head eats
+    lengths: Tensor | None = None  # [N] tokens before padding; None = no padding
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class AnchorBlocks:
 class FrozenHead:
     """Embedding and LM head of the target, held by reference."""
 
-    embedding: nn.Module
+    embedding: nn.Embedding
     lm_head: nn.Linear
 
 

@@ -70,16 +70,16 @@ class BlockDrafter(nn.Module):
         self._frozen = (frozen,)  # a tuple, so that the target's weights are not registered, saved or trained
         initialise(self)
         self.markov_head, self.confidence_head = None, None
+        self.head_kind, self.confidence_reads_markov = head, confidence_with_markov and head is not None
         if head is not None:
             check_positive(head_rank=head_rank)
             self.markov_head = build_head(head, geometry.vocab_size, geometry.hidden_size, head_rank)
             initialise(self.markov_head)
             self.markov_head.reset_parameters()
         if confidence_head:
-            with_markov = confidence_with_markov and head is not None
-            self.confidence_head = ConfidenceHead(geometry.hidden_size + (head_rank if with_markov else 0))
+            embedded_size = head_rank if self.confidence_reads_markov else 0
+            self.confidence_head = ConfidenceHead(geometry.hidden_size + embedded_size)
             initialise(self.confidence_head)
-            self._confidence_reads_markov = with_markov
 
     @property
     def frozen(self) -> FrozenHead:
@@ -118,7 +118,7 @@ class BlockDrafter(nn.Module):
         if self.confidence_head is None:
             return None
         embedded = None
-        if self._confidence_reads_markov:
+        if self.confidence_reads_markov:
             assert self.markov_head is not None
             embedded = self.markov_head.embed(previous)
         return self.confidence_head(hidden, embedded)

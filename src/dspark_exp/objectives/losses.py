@@ -122,16 +122,25 @@ class TrainingTimeTestObjective:
 
     Args:
         step_decay: factor per step (released code: 0.8).
+        convention: which positions count and what divides the sum.
+            ``live``: position i at step j counts while tokens i+1 .. i+j+2 are supervised, so that every trained
+            position predicts a token the target produced; divided by the sum of weights, as the block objectives.
+            ``released``: the released code's mask (position i at step j counts if token i+j is supervised and not the
+            last one of its row, so the first draft position of a reply is never trained) and its divisor, all
+            positions of the batch, prompts and padding included.
 
     Raises:
-        ConfigError: step_decay outside (0, 1].
+        ConfigError: step_decay outside (0, 1], or an unknown convention.
     """
 
     step_decay: float = 0.8
+    convention: str = "live"
 
     def __post_init__(self) -> None:
         if not 0 < self.step_decay <= 1:
             raise ConfigError(f"drafter.objective.step_decay={self.step_decay} must lie in (0, 1].")
+        if self.convention not in ("live", "released"):
+            raise ConfigError(f"drafter.objective.convention={self.convention!r}: choose live or released.")
 
     def __call__(
         self,
@@ -140,23 +149,16 @@ class TrainingTimeTestObjective:
         frozen: FrozenHead,
         sum_over_ranks: SumOverRanks,
     ) -> ObjectiveResult:
-        """Position i at step j predicts token i+j+2 and is compared with the target's distribution at i+j+1.
-
-        It is live while tokens i+1 .. i+j+2 are supervised, so that every trained position predicts a token the
-        target produced. (The released code divides by all positions of the batch and starts one token later.)
-        """
-        supervised, ids = features.supervised, features.input_ids
+        """Position i at step j predicts token i+j+2 and is compared with the target's distribution at i+j+1."""
+        ids = features.input_ids
         num_sequences, length = ids.shape
         factors = [self.step_decay**step for step in range(len(normed_steps))]
-        live_steps, live = [], torch.ones_like(supervised)
-        for step in range(len(normed_steps)):
-            if step == 0:
-                live = live & _ahead(supervised, 1)
-            live = live & _ahead(supervised, step + 2)
-            live_steps.append(live)
-        total_weight = sum_over_ranks(
-            torch.stack([m.sum() * f for m, f in zip(live_steps, factors, strict=True)]).sum()
-        )
+        live_steps = self._live(features, len(normed_steps))
+        if self.convention == "released":
+            total_weight = sum_over_ranks(torch.tensor(float(ids.numel()), device=ids.device))
+        else:
+            parts = [mask.sum() * factor for mask, factor in zip(live_steps, factors, strict=True)]
+            total_weight = sum_over_ranks(torch.stack(parts).sum())
         row, column = torch.cat([m.nonzero() for m in live_steps]).T
         step_M = torch.cat([torch.full((int(m.sum()),), j, device=ids.device) for j, m in enumerate(live_steps)])
         flat = row * length + column + step_M + 1
@@ -172,7 +174,7 @@ class TrainingTimeTestObjective:
             None,
             features.final.flatten(0, 1)[context],
             position,
-            ids[row, column + step_M + 2],
+            ids[row, (column + step_M + 2).clamp(max=length - 1)],
             weights,
             ce=0.0,
             l1=0.0,
@@ -180,6 +182,20 @@ class TrainingTimeTestObjective:
         )
         sums, counts = _by_slot(losses.accept, step_M, len(normed_steps))
         return ObjectiveResult(losses.total, _weighted_terms(losses, weights), total_weight, sums, counts)
+
+    def _live(self, features: TargetFeatures, num_steps: int) -> list[Tensor]:
+        """[N, S] masks of the positions that count at each step; i+j+1 is always inside the row."""
+        supervised = features.supervised
+        if self.convention == "released":
+            lengths = supervised.shape[1] if features.lengths is None else features.lengths[:, None]
+            mask = supervised & (torch.arange(supervised.shape[1], device=supervised.device) != lengths - 1)
+            return [_ahead(mask, step) for step in range(num_steps)]
+        live = _ahead(supervised, 1)
+        steps = []
+        for step in range(num_steps):
+            live = live & _ahead(supervised, step + 2)
+            steps.append(live)
+        return steps
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,9 @@ def collate(items: Sequence[StoredRow], pad_id: int) -> dict[str, Tensor]:
 
 def as_features(batch: dict[str, Tensor]) -> TargetFeatures:
     """The batch as the contract between rooms."""
-    return TargetFeatures(batch["input_ids"], batch["supervised"], batch["taps"], batch["final"])
+    return TargetFeatures(
+        batch["input_ids"], batch["supervised"], batch["taps"], batch["final"], batch["attention_mask"].sum(1)
+    )
 
 
 def _pad(tensors: Sequence[Tensor], length: int) -> Tensor:
