@@ -21,7 +21,7 @@ def _row(drafter: str, benchmark: str, domain: str, tau: float, seed: int = 0) -
     return {
         "drafter": drafter, "benchmark": benchmark, "domain": domain, "tau": float(emitted.sum() / rounds.sum()),
         "tau_low": tau - 0.1, "tau_high": tau + 0.1, "acceptance_rate": 0.5, "verify_rate": 0.5,
-        "conditional_acceptance": [0.9, 0.5, None], "position_counts": [10, 4, 0], "survival": [0.9, 0.2, 0.0],
+        "conditional_acceptance": [0.9, 0.5, None], "position_counts": [100, 40, 0], "survival": [0.9, 0.2, 0.0],
         "rounds": int(rounds.sum()), "emitted_tokens": int(emitted.sum()), "drafted_per_round": 3.0,
         "verified_per_round": 3.0, "prompts": 10, "finished": 10, "emitted_by_prompt": emitted.tolist(),
         "rounds_by_prompt": rounds.tolist(), "tokens_per_s": 10.0, "draft_s_per_round": 0.1,
@@ -88,9 +88,16 @@ def test_macro_averages_weigh_benchmarks_equally() -> None:
 
 def test_positions_of_a_domain_are_pooled_by_counts() -> None:
     rows = [_row("d", "a", "math", 2.0), _row("d", "b", "math", 2.0)]
-    rows[1] |= {"conditional_acceptance": [0.5, 1.0, None], "position_counts": [30, 4, 0]}
+    rows[1] |= {"conditional_acceptance": [0.5, 1.0, None], "position_counts": [300, 40, 0]}
     line = pooled_by_domain(rows)["math"]
-    assert line.conditional[0] == pytest.approx((0.9 * 10 + 0.5 * 30) / 40)
-    assert line.counts == [40, 8, 0]
+    assert line.conditional[0] == pytest.approx((0.9 * 100 + 0.5 * 300) / 400)
+    assert line.counts == [400, 80, 0]
     assert line.conditional[2] is None
     assert line.low[0] < line.conditional[0] < line.high[0]
+
+
+def test_positions_that_few_rounds_reached_are_not_shown() -> None:
+    rows = [_row("d", "a", "math", 2.0) | {"conditional_acceptance": [0.9, 1.0, None], "position_counts": [99, 2, 0]}]
+    line = pooled_by_domain(rows)["math"]
+    assert line.conditional[1] == 1.0
+    assert line.shown == [pytest.approx(0.9), None, None]

@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from dspark_exp.reports.tables import by_drafter, pooled_by_domain
+from dspark_exp.reports.tables import MIN_ROUNDS, by_drafter, pooled_by_domain
 
 COLORS = {
     "eagle3": "#E69F00",
@@ -43,15 +43,19 @@ def position_figure(report: dict[str, Any], path: Path) -> None:
     figure, axes = plt.subplots(1, len(domains), figsize=(4.2 * len(domains), 3.9), sharey=True, squeeze=False)
     labels: list[_Labels] = []
     for axis, domain in zip(axes[0], domains, strict=True):
-        ends = []
+        ends, last = [], 1
         for drafter, pooled in groups.items():
             line = pooled[domain]
-            x = [k + 1 for k, value in enumerate(line.conditional) if value is not None]
-            y, low, high = ([v for v in values if v is not None] for values in (line.conditional, line.low, line.high))
+            kept = [k for k, value in enumerate(line.shown) if value is not None]
+            if not kept:
+                continue
+            x = [k + 1 for k in kept]
+            y, low, high = ([values[k] for k in kept] for values in (line.conditional, line.low, line.high))
             axis.plot(x, y, color=color_of(drafter), marker=MARKERS.get(drafter, "x"), ms=4.5, lw=1.7)
             axis.fill_between(x, low, high, color=color_of(drafter), alpha=0.13, lw=0)
             ends.append((y[-1], drafter))
-        labels.append((axis, ends, max(len(g[domain].conditional) for g in groups.values())))
+            last = max(last, x[-1])
+        labels.append((axis, ends, last))
         axis.set_title(domain, fontsize=11)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.set_xlabel("draft position k")
@@ -59,7 +63,8 @@ def position_figure(report: dict[str, Any], path: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     axes[0][0].set_ylabel("P(accept k | 1..k-1 accepted)")
     _label_ends(labels)
-    figure.suptitle(f"Conditional acceptance by position, target {report['target']} (bands: 95%)", fontsize=11, y=1.01)
+    title = f"Conditional acceptance by position, target {report['target']} (bands: 95%, at least {MIN_ROUNDS} rounds)"
+    figure.suptitle(title, fontsize=11, y=1.01)
     _save(figure, path)
 
 

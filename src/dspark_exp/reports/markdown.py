@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dspark_exp.reports.paper import BENCHMARKS, TABLE_1
-from dspark_exp.reports.tables import by_drafter, gain, in_order, macro_averages, pooled_by_domain
+from dspark_exp.reports.tables import MIN_ROUNDS, by_drafter, gain, in_order, macro_averages, pooled_by_domain
 
 _BASELINES = ("eagle3", "dflash")
 
@@ -88,11 +88,12 @@ def _position_table(rows: Sequence[dict[str, Any]]) -> str:
     body = []
     for drafter, group in by_drafter(rows).items():
         for domain, line in pooled_by_domain(group).items():
-            values = ["-" if v is None else f"{v:.3f}" for v in line.conditional]
+            values = ["-" if v is None else f"{v:.3f}" for v in line.shown]
             body.append([drafter, domain, *values, f"{line.counts[0]:,} / {line.counts[-1]:,}"])
     width = max(len(row) for row in body) - 3
     header = ["drafter", "domain", *(f"k={k + 1}" for k in range(width)), "rounds at k=1 / last"]
-    return _table(header, body)
+    note = f"Positions that fewer than {MIN_ROUNDS} rounds reached are left out here (all are in results.json)."
+    return note + "\n\n" + _table(header, body)
 
 
 def _confidence(rows: Sequence[dict[str, Any]]) -> str:
@@ -170,10 +171,22 @@ def _training(report: dict[str, Any]) -> str:
         f"{evaluation['max_new_tokens']} new tokens, {_prompt_counts(report['rows'])}. Device: {origin['device']}, "
         f"{origin['threads']} threads, target in {origin['target']['dtype']}; code "
         f"{origin['code']['revision'] or origin['code']['version']}.",
-        "At this scale the figures show how the drafters compare under one small budget; they say nothing about the "
-        "paper's absolute values.",
+        f"{_passes(report)} At this scale the figures show how the drafters compare under one small budget, early in "
+        "training; they cannot show where each would end, and say nothing about the paper's absolute values.",
     ]
     return _table(header, body) + "\n\n" + "\n".join(f"- {note}" for note in notes)
+
+
+def _passes(report: dict[str, Any]) -> str:
+    """How often the training data was seen, beside the paper's 10 epochs of Open-PerfectBlend (section 4.1)."""
+    origin = report["provenance"]
+    rows = origin["data"]["train"]["rows"]
+    passes = {
+        round(entry["steps"] * trainer["batch_size"] * trainer["accumulate"] / rows, 1)
+        for entry, trainer in ((report["training"][name], origin["trainer"][name]) for name in report["training"])
+    }
+    seen = f"{min(passes):g}" if len(passes) == 1 else f"{min(passes):g} to {max(passes):g}"
+    return f"Passes over the data: {seen} of {rows:,} conversations (the paper: 10 of 1.3 million)."
 
 
 def _prompt_counts(rows: Sequence[dict[str, Any]]) -> str:

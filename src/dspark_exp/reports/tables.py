@@ -19,6 +19,9 @@ Row = dict[str, Any]
 DOMAIN_ORDER = ("math", "code", "chat")
 
 
+MIN_ROUNDS = 30
+
+
 @dataclass(frozen=True)
 class Average:
     """A macro-average over benchmarks with its 95% bootstrap interval over prompts."""
@@ -38,6 +41,11 @@ class Pooled:
     low: list[float | None]
     high: list[float | None]
     counts: list[int]
+
+    @property
+    def shown(self) -> list[float | None]:
+        """``conditional`` where at least ``MIN_ROUNDS`` rounds got that far; elsewhere it is noise, hence None."""
+        return [v if n >= MIN_ROUNDS else None for v, n in zip(self.conditional, self.counts, strict=True)]
 
 
 def in_order(values: Iterable[str], order: Sequence[str]) -> list[str]:
