@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 
 from dspark_exp.__main__ import CONF
 from dspark_exp.config import job_key, resolved_dict, validated
 from dspark_exp.errors import ConfigError
 from dspark_exp.tasks.building import build_drafter, build_policy, construct
-from tests.conftest import random_target
+from tests.conftest import composed, random_target
 
 GROUPS = [
     f"{folder.name}={path.stem}"
@@ -22,20 +21,15 @@ GROUPS = [
 DATA_PATH = "data.path=rows.jsonl"
 
 
-def _compose(*overrides: str):
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose("config", overrides=list(overrides))
-
-
 @pytest.mark.parametrize("choice", GROUPS)
 def test_every_choice_of_every_group_fits_the_schema(choice: str) -> None:
     needs_path = choice == "data=jsonl" or (choice.startswith("target=") and choice != "target=tiny")
-    validated(_compose(choice, *([DATA_PATH] if needs_path else [])))
+    validated(composed(choice, *([DATA_PATH] if needs_path else [])))
 
 
 @pytest.mark.parametrize("drafter", ["eagle3", "dflash", "dspark_markov", "dspark_gated", "dspark_rnn"])
 def test_every_drafter_file_builds(drafter: str) -> None:
-    config = validated(_compose(f"drafter={drafter}"))
+    config = validated(composed(f"drafter={drafter}"))
     network = build_drafter(config, random_target(vocab_size=40))
     assert network.block_size == 7
     construct(config.drafter.objective, "drafter.objective")
@@ -43,24 +37,24 @@ def test_every_drafter_file_builds(drafter: str) -> None:
 
 
 @pytest.mark.parametrize("experiment", ["table1", "make_tiny_target"])
-def test_experiments_compose(experiment: str) -> None:
-    assert validated(_compose(f"+experiment={experiment}")).experiment == experiment
+def test_experimentscomposed(experiment: str) -> None:
+    assert validated(composed(f"+experiment={experiment}")).experiment == experiment
 
 
 def test_a_target_chooses_its_data_and_benchmarks_and_the_command_line_wins() -> None:
-    config = validated(_compose("target=smollm2_135m", DATA_PATH))
+    config = validated(composed("target=smollm2_135m", DATA_PATH))
     assert (config.data.source, config.benchmark.source) == ("jsonl", "prompts")
-    config = validated(_compose("target=smollm2_135m", "benchmark=language", "data=language"))
+    config = validated(composed("target=smollm2_135m", "benchmark=language", "data=language"))
     assert (config.data.source, config.benchmark.source) == ("language", "language")
 
 
 def test_a_job_is_known_by_what_changes_its_numbers() -> None:
-    key = job_key(resolved_dict(_compose()))
-    assert job_key(resolved_dict(_compose("paths.outputs=elsewhere", "tracking=none"))) == key
-    assert job_key(resolved_dict(_compose("seed=1"))) != key
-    assert job_key(resolved_dict(_compose("trainer.lr=0.1"))) != key
+    key = job_key(resolved_dict(composed()))
+    assert job_key(resolved_dict(composed("paths.outputs=elsewhere", "tracking=none"))) == key
+    assert job_key(resolved_dict(composed("seed=1"))) != key
+    assert job_key(resolved_dict(composed("trainer.lr=0.1"))) != key
 
 
 def test_an_unknown_option_is_named() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.stepz"):
-        validated(_compose("+trainer.stepz=3"))
+        validated(composed("+trainer.stepz=3"))

@@ -63,8 +63,11 @@ class DrafterConfig:
 class DataConfig:
     """Training conversations."""
 
-    source: str  # language | jsonl
+    source: str  # language | jsonl | hub
     path: str | None  # JSONL file for source=jsonl
+    hub: dict[str, Any] | None  # {id, split, config, streaming} for source=hub
+    domains: dict[str, list[str]]  # domain -> fragments of a row's source field, for source=hub
+    replies: str  # keep | regenerate
     num_per_benchmark: int  # prompts per synthetic benchmark for source=language
     max_rows: int | None  # null = all
     max_length: int  # tokens
@@ -72,16 +75,22 @@ class DataConfig:
     num_validation: int  # prompts held out for val/tau
     validation_max_new_tokens: int
     regenerate_batch_size: int
+    responses: str | None  # file of regenerated replies; null = named after its settings in paths.cache
+    server: str | None  # URL of an OpenAI-compatible server that replies instead of the local target
+    server_model: str | None  # null = the first model that the server lists
+    server_concurrency: int  # requests in flight
+    max_dropped: float  # share of rows that may be dropped before training refuses
 
 
 @dataclass
 class FeaturesConfig:
     """Where target features come from."""
 
-    mode: str  # stored | online
+    mode: str  # stored | online | bounded
     dtype: str
-    max_gb: float
-    batch_size: int
+    max_gb: float  # gigabytes on disk
+    dir: str | None  # null = named after its settings in paths.cache
+    batch_size: int | None  # sequences a target forward; only the stored mode chooses it
 
 
 @dataclass
@@ -235,14 +244,15 @@ def _check_ranges(config: ExperimentConfig) -> None:
         "benchmark.num_prompts": config.benchmark.num_prompts,
         "benchmark.max_new_tokens": config.benchmark.max_new_tokens,
         "evaluation.batch_size": config.evaluation.batch_size,
-        "features.batch_size": config.features.batch_size,
+        "data.server_concurrency": config.data.server_concurrency,
     }
     for name, value in at_least_one.items():
         if value < 1:
             raise ConfigError(f"{name}={value}: expected at least 1.")
     choices = {
-        "data.source": (config.data.source, ("language", "jsonl")),
-        "features.mode": (config.features.mode, ("stored", "online")),
+        "data.source": (config.data.source, ("language", "jsonl", "hub")),
+        "data.replies": (config.data.replies, ("keep", "regenerate")),
+        "features.mode": (config.features.mode, ("stored", "online", "bounded")),
         "benchmark.source": (config.benchmark.source, ("language", "prompts")),
     }
     for name, (chosen, allowed) in choices.items():
@@ -250,3 +260,9 @@ def _check_ranges(config: ExperimentConfig) -> None:
             raise ConfigError(f"{name}={chosen!r} is unknown; choose from {', '.join(allowed)}.")
     if config.data.source == "jsonl" and not config.data.path:
         raise ConfigError("data.source=jsonl needs data.path=<JSONL file with conversations or turns>.")
+    if config.data.source == "hub" and not (config.data.hub or {}).get("id"):
+        raise ConfigError("data.source=hub needs data.hub.id=<data set id>.")
+    if config.features.mode == "stored" and (config.features.batch_size or 0) < 1:
+        raise ConfigError(f"features.batch_size={config.features.batch_size}: expected at least 1.")
+    if not 0 <= config.data.max_dropped <= 1:
+        raise ConfigError(f"data.max_dropped={config.data.max_dropped}: expected a share from 0 to 1.")

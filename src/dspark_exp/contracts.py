@@ -34,6 +34,15 @@ class TargetFacts:
     mask_token_id: int
     pad_token_id: int
     stop_ids: tuple[int, ...]
+    body: str = "qwen3"  # layer style of this target's drafters: qwen3 | gemma4
+    keys_are_values: bool = False  # those layers have no value projection
+    logit_softcap: float | None = None  # logits become cap * tanh(logits / cap)
+    layer_kv: tuple[tuple[int, int], ...] = ()  # (kv heads, head width) by layer, where layers differ
+
+    @property
+    def kv_by_layer(self) -> tuple[tuple[int, int], ...]:
+        """Key/value heads and head width of every layer."""
+        return self.layer_kv or ((self.num_kv_heads, self.head_dim),) * self.num_layers
 
 
 @dataclass(frozen=True)
@@ -59,10 +68,29 @@ class AnchorBlocks:
 
 @dataclass(frozen=True)
 class FrozenHead:
-    """Embedding and LM head of the target, held by reference."""
+    """Embedding (its scale included) and LM head of the target, held by reference.
+
+    ``num_usable_tokens``: rows from here on are padding; None = no padding. ``softcap``: see ``TargetFacts``.
+    """
 
     embedding: nn.Embedding
     lm_head: nn.Linear
+    num_usable_tokens: int | None = None
+    softcap: float | None = None
+
+    @property
+    def rows(self) -> Tensor:
+        """LM-head rows of tokens that exist, [usable, d]."""
+        return self.lm_head.weight[: self.num_usable_tokens]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., d] -> capped logits [..., V] in float32; padded rows are -inf, so they are never drawn."""
+        logits = self.lm_head(hidden.to(self.lm_head.weight.dtype)).float()
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        if self.num_usable_tokens is not None:
+            logits[..., self.num_usable_tokens :] = float("-inf")
+        return logits
 
 
 class KVPass(Protocol):

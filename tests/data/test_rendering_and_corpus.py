@@ -22,7 +22,7 @@ def _turns(*contents: str) -> list[dict[str, str]]:
 
 
 def test_every_assistant_turn_and_its_end_are_supervised_and_nothing_else(tiny: Target) -> None:
-    row = render_conversation(tiny.tokenizer, _turns("hi", "of course", "more", "no problem"), tiny.facts.stop_ids)
+    (row,) = render_conversation(tiny.tokenizer, _turns("hi", "of course", "more", "no problem"), tiny.facts.stop_ids)
     learned = tiny.tokenizer.decode([t for t, s in zip(row.input_ids, row.supervised, strict=True) if s])
     assert learned == "of course<|end|>no problem<|end|>"
 
@@ -32,12 +32,12 @@ def test_supervision_agrees_with_the_templates_own_generation_marks(tiny: Target
     marked = tiny.tokenizer.apply_chat_template(
         messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
-    row = render_conversation(tiny.tokenizer, messages, tiny.facts.stop_ids)
+    (row,) = render_conversation(tiny.tokenizer, messages, tiny.facts.stop_ids)
     assert [int(s) for s in row.supervised] == marked["assistant_masks"]
 
 
 def test_a_reply_that_was_cut_has_no_supervised_end(tiny: Target) -> None:
-    row = render_conversation(tiny.tokenizer, _turns("hi", "of course"), tiny.facts.stop_ids, finished=False)
+    (row,) = render_conversation(tiny.tokenizer, _turns("hi", "of course"), tiny.facts.stop_ids, finished=False)
     assert row.input_ids[-1] not in tiny.facts.stop_ids
     assert row.supervised[-1]
 
@@ -45,7 +45,7 @@ def test_a_reply_that_was_cut_has_no_supervised_end(tiny: Target) -> None:
 def test_rendering_continues_the_prompt_that_the_target_saw(tiny: Target) -> None:
     messages = _turns("hi", "of course")
     prompt = render_prompt(tiny.tokenizer, messages[:1])
-    row = render_conversation(tiny.tokenizer, messages, tiny.facts.stop_ids)
+    (row,) = render_conversation(tiny.tokenizer, messages, tiny.facts.stop_ids)
     assert row.input_ids[: len(prompt)] == prompt
     assert row.prompt_length == len(prompt)
 
@@ -123,17 +123,6 @@ def test_validation_is_spread_over_domains() -> None:
     train, held = split_validation(items, 6, seed=0)
     assert Counter(i.domain for i in held) == {"a": 2, "b": 2, "c": 2}
     assert len(train) == 12
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [('{"a": 1}', "conversations, messages or turns"), ("[1]", "JSON object"), ("{torn", "line 2 is not JSON")],
-)
-def test_a_bad_line_is_named(tmp_path, line: str, message: str) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"turns": ["hi"]}\n' + line + "\n")
-    with pytest.raises(DataError, match=message):
-        jsonl_conversations(str(path))
 
 
 def test_a_missing_file_is_named(tmp_path) -> None:

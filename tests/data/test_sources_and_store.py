@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from dspark_exp.data.feature_store import ROWS_PER_SHARD, build_feature_store
+from dspark_exp.data.anchors import draw_anchors
+from dspark_exp.data.benchmarks import BenchmarkSpec, HubSource, benchmark_prompts, synthetic_prompts
+from dspark_exp.data.feature_cache import FeatureCache
+from dspark_exp.data.feature_store import ROWS_PER_SHARD, StoredRow, build_feature_store, pad_ids
 from dspark_exp.data.rendering import Row
-from dspark_exp.data.sources import BenchmarkSpec, HubSource, benchmark_prompts, synthetic_prompts
 from dspark_exp.errors import ConfigError, DataError
+from dspark_exp.objectives import BlockObjective
 from dspark_exp.targets import Target
+from dspark_exp.training.data_module import as_features, collate
+from tests.conftest import make_drafter
 
 
 def test_the_first_prompts_are_the_same_prompts_for_any_count(tmp_path: Path) -> None:
@@ -57,10 +63,10 @@ def _rows(count: int) -> list[Row]:
     return [Row(list(range(10 + i % 7, 30)), [False] * 5 + [True] * (15 - i % 7)) for i in range(count)]
 
 
-def _build(folder: Path, target: Target, rows: list[Row], **changes):
+def _build(root: Path, target: Target, rows: list[Row], **changes):
     settings = {"dtype": "float32", "max_gb": 1.0} | changes
     return build_feature_store(
-        folder, rows, target.features, target.fingerprint(), feature_size=4 * 128, batch_size=4,
+        root, rows, target.features, target.fingerprint(), feature_size=4 * 128, batch_size=4,
         device=torch.device("cpu"), pad_id=0, **settings,
     )  # fmt: skip
 
@@ -90,7 +96,7 @@ def test_the_same_rows_are_computed_once_and_other_settings_get_their_own_store(
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_an_interrupted_build_goes_on_and_a_corrupt_shard_is_named(tmp_path: Path, tiny: Target) -> None:
+def test_an_interrupted_build_goes_on(tmp_path: Path, tiny: Target) -> None:
     rows = _rows(ROWS_PER_SHARD + 3)
     _build(tmp_path, tiny, rows)
     (folder,) = tmp_path.iterdir()
@@ -100,14 +106,96 @@ def test_an_interrupted_build_goes_on_and_a_corrupt_shard_is_named(tmp_path: Pat
     store = _build(tmp_path, tiny, rows)
     assert (folder / "shard-00000.safetensors").stat().st_mtime_ns == kept
     assert store[ROWS_PER_SHARD].taps is not None
-    shard = folder / "shard-00000.safetensors"
-    damaged = bytearray(shard.read_bytes())
-    damaged[-1] ^= 1
-    shard.write_bytes(damaged)
-    (folder / "verified").unlink()
-    with pytest.raises(DataError, match="shard-00000"):
-        _build(tmp_path, tiny, rows)
-    assert _build(tmp_path, tiny, rows)[0].taps is not None
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
+def test_a_corrupt_shard_is_named_and_computed_again(
+    tmp_path: Path, tiny: Target, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = _rows(ROWS_PER_SHARD + 3)
+    wanted = _build(tmp_path, tiny, rows)[0].taps.clone()
+    (folder,) = tmp_path.iterdir()
+    shard, other = folder / "shard-00000.safetensors", folder / "shard-00001.safetensors"
+    kept = other.stat().st_mtime_ns
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content if damage == "flip" else content[:100])
+    if damage == "delete":
+        shard.unlink()
+    torch.testing.assert_close(_build(tmp_path, tiny, rows)[0].taps, wanted, atol=0, rtol=0)
+    assert "shard-00000" in caplog.text
+    assert other.stat().st_mtime_ns == kept
+
+
+def test_a_store_at_a_chosen_place_refuses_other_settings_by_name(tmp_path: Path, tiny: Target) -> None:
+    place, rows = tmp_path / "mine", _rows(6)
+    _build(tmp_path, tiny, rows, folder=place)
+    with pytest.raises(DataError, match=r"feature_dtype was 'float32', now 'bfloat16'.*features\.dir"):
+        _build(tmp_path, tiny, rows, folder=place, dtype="bfloat16")
+    with pytest.raises(DataError, match="rows was"):
+        _build(tmp_path, tiny, rows[:5], folder=place)
+
+
+def test_the_least_recently_used_store_makes_room_unless_it_is_read(tmp_path: Path, tiny: Target) -> None:
+    rows = _rows(40)
+    first = _build(tmp_path, tiny, rows)
+    (oldest,) = tmp_path.iterdir()
+    size = sum(path.stat().st_size for path in oldest.iterdir()) / 1e9
+    second = _build(tmp_path, tiny, rows[:39], max_gb=1.5 * size)
+    assert oldest.exists()  # ``first`` still reads it
+    del second
+    assert first[0].taps is not None
+    del first
+    gc.collect()
+    _build(tmp_path, tiny, rows[:38], max_gb=2.5 * size)
+    assert not oldest.exists()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_stored_online_and_bounded_features_give_the_same_loss(tmp_path: Path, tiny: Target) -> None:
+    rows = _rows(12)
+    store = _build(tmp_path / "stored", tiny, rows)
+    plain = [StoredRow(torch.tensor(r.input_ids), torch.tensor(r.supervised)) for r in rows]
+    row_bytes = 30 * 4 * 128 * 4
+    cache = FeatureCache(tmp_path / "bounded", tiny.features, 4 * row_bytes, torch.float32)
+    drafter = make_drafter("dspark_markov", tiny).requires_grad_(False)
+    losses = []
+    for chosen in ([0, 1, 2], [3, 4, 5], [0, 1, 2], [2, 1, 0], [6, 7, 0]):
+        batches = [collate([store[i] for i in chosen], 0)]
+        for compute in (tiny.features, cache):
+            batch = collate([plain[i] for i in chosen], 0)
+            taps, final = compute(batch["input_ids"], batch["attention_mask"])
+            batches.append(batch | {"taps": taps, "final": final})
+        for batch in batches:
+            features = as_features(batch)
+            generator = torch.Generator().manual_seed(1)
+            blocks = draw_anchors(features.input_ids, features.supervised, 4, 4, generator)
+            output = drafter(features, blocks)
+            losses.append(
+                float(BlockObjective(0.1, 0.9, 1.0)(output, blocks, features, tiny.head, 1.0, lambda x: x).loss)
+            )
+    for stored, online, bounded in zip(losses[::3], losses[1::3], losses[2::3], strict=True):
+        assert online == pytest.approx(stored, rel=1e-5)
+        assert bounded == pytest.approx(stored, rel=1e-5)
+    assert cache.num_hits > 0
+    assert cache.num_misses > 6  # rows that had to leave were computed again
+    assert sum(path.stat().st_size for path in (tmp_path / "bounded").iterdir()) <= 4 * row_bytes
+    again = FeatureCache(tmp_path / "bounded", tiny.features, 4 * row_bytes, torch.float32)
+    ids, mask = pad_ids([rows[0].input_ids], 0)
+    again(ids, mask)
+    assert (again.num_hits, again.num_misses) == (1, 0)
+
+
+def test_an_unreadable_row_of_the_bounded_cache_is_computed_again(
+    tmp_path: Path, tiny: Target, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = FeatureCache(tmp_path, tiny.features, 10**9, torch.float32)
+    ids, mask = pad_ids([list(range(10, 30))], 0)
+    wanted, _ = cache(ids, mask)
+    (path,) = tmp_path.glob("*.safetensors")
+    path.write_bytes(b"torn")
+    torch.testing.assert_close(cache(ids, mask)[0], wanted, atol=0, rtol=0)
+    assert "unreadable" in caplog.text
 
 
 def test_a_store_beyond_its_budget_is_refused_before_any_work(tmp_path: Path, tiny: Target) -> None:

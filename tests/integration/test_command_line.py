@@ -83,7 +83,7 @@ def test_an_empty_data_set_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("\n")
     done = _run(*FAST, "data=jsonl", "data.path=rows.jsonl", cwd=tmp_path)
     assert done.returncode == 2
-    assert "holds no rows" in done.stderr
+    assert "holds no conversation: it is empty" in done.stderr
 
 
 @pytest.mark.slow

@@ -26,11 +26,14 @@ def _inputs(dtype: torch.dtype = torch.float64, seed: int = 0) -> dict[str, Tens
     }
 
 
-def _plain(x: dict[str, Tensor], ce: float, l1: float, soft_ce: float, bias: bool) -> tuple[Tensor, ...]:
-    logits = x["hidden"] @ x["head"].T
+def _plain(
+    x: dict[str, Tensor], ce: float, l1: float, soft_ce: float, bias: bool, cap: float | None = None
+) -> tuple[Tensor, ...]:
+    capped = (lambda z: z) if cap is None else (lambda z: cap * torch.tanh(z / cap))
+    logits = capped(x["hidden"] @ x["head"].T)
     if bias:
         logits = logits + x["features"] @ x["bias"].T
-    p = (x["final"] @ x["head"].T).softmax(-1)[x["position"]]
+    p = capped(x["final"] @ x["head"].T).softmax(-1)[x["position"]]
     q = logits.softmax(-1)
     cross = torch.nn.functional.cross_entropy(logits, x["labels"], reduction="none")
     distance = (q - p).abs().sum(-1)
@@ -38,25 +41,34 @@ def _plain(x: dict[str, Tensor], ce: float, l1: float, soft_ce: float, bias: boo
     return (x["weights"] * (ce * cross + l1 * distance + soft_ce * soft)).sum(), cross, distance, soft
 
 
-def _fused(x: dict[str, Tensor], ce: float, l1: float, soft_ce: float, bias: bool, chunk: int = 1 << 23):
+def _fused(
+    x: dict[str, Tensor],
+    ce: float,
+    l1: float,
+    soft_ce: float,
+    bias: bool,
+    cap: float | None = None,
+    chunk: int = 1 << 23,
+):
     features, weight = (x["features"], x["bias"]) if bias else (None, None)
     return slot_losses(
         x["hidden"], x["head"], features, weight, x["final"], x["position"], x["labels"], x["weights"],
-        ce=ce, l1=l1, soft_ce=soft_ce, chunk_elements=chunk,
+        ce=ce, l1=l1, soft_ce=soft_ce, softcap=cap, chunk_elements=chunk,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("coefficients", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0.1, 0.9, 0), (0.3, 0.5, 0.2)])
 @pytest.mark.parametrize("chunk", [1, 4 * V, 1 << 23])
+@pytest.mark.parametrize("cap", [None, 2.0])
 def test_value_and_gradient_equal_the_plain_formula(
-    bias: bool, coefficients: tuple[float, float, float], chunk: int
+    bias: bool, coefficients: tuple[float, float, float], chunk: int, cap: float | None
 ) -> None:
     results = []
     for function in (_plain, lambda *a: _fused(*a, chunk=chunk)):
         x = _inputs()
         leaves = [x[name].requires_grad_() for name in (("hidden", "features", "bias") if bias else ("hidden",))]
-        out = function(x, *coefficients, bias)
+        out = function(x, *coefficients, bias, cap)
         total, terms = (out[0], out[1:]) if isinstance(out, tuple) else (out.total, (out.ce, out.l1, out.soft_ce))
         (3.0 * total).backward()  # a factor, so that a lost upstream gradient shows
         results.append([total.detach(), *(t.detach().double() for t in terms), *(leaf.grad for leaf in leaves)])

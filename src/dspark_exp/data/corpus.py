@@ -8,9 +8,10 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -57,13 +58,15 @@ def tokenize(
     stop_ids: Collection[int],
     max_length: int,
     thinking: bool = False,
+    already_dropped: Mapping[str, int] = MappingProxyType({}),
+    max_dropped: float = 1.0,
 ) -> Corpus:
     """Render every conversation; rows that cannot train anything are dropped and counted."""
     rows: list[Row] = []
-    dropped: Counter[str] = Counter()
+    dropped: Counter[str] = Counter(already_dropped)
     for item in conversations:
         try:
-            row = render_conversation(
+            rendered = render_conversation(
                 tokenizer,
                 item.messages,
                 stop_ids,
@@ -75,8 +78,9 @@ def tokenize(
         except DataError as error:
             dropped[str(error)] += 1
             continue
-        keep_row(row, max_length, rows, dropped)
-    return checked(rows, dropped)
+        for row in rendered:
+            keep_row(row, max_length, rows, dropped)
+    return checked(rows, dropped, max_dropped)
 
 
 def keep_row(row: Row, max_length: int, rows: list[Row], dropped: Counter[str]) -> None:
@@ -89,15 +93,22 @@ def keep_row(row: Row, max_length: int, rows: list[Row], dropped: Counter[str]) 
     rows.append(Row(ids, supervised, row.domain, row.source, row.finished, row.prompt_length))
 
 
-def checked(rows: list[Row], dropped: Counter[str]) -> Corpus:
+def checked(rows: list[Row], dropped: Counter[str], max_dropped: float = 1.0) -> Corpus:
     """A corpus that can train.
 
     Raises:
-        DataError: nothing is left, or every token is supervised (a template that marks users too).
+        DataError: nothing is left, more than the share ``max_dropped`` was dropped, or every token is supervised
+            (a template that marks users too).
     """
+    reasons = ", ".join(f"{count} x {reason}" for reason, count in dropped.most_common()) or "the data set is empty"
     if not rows:
-        reasons = ", ".join(f"{count} x {reason}" for reason, count in dropped.items()) or "the data set is empty"
         raise DataError(f"No row is left to train on: {reasons}.")
+    share = dropped.total() / (dropped.total() + len(rows))
+    if share > max_dropped:
+        raise DataError(
+            f"{share:.0%} of the rows were dropped ({reasons}); data.max_dropped allows {max_dropped:.0%}. "
+            "Look at them with task=inspect_data."
+        )
     if all(all(row.supervised) for row in rows):
         raise DataError("Every token of every row is supervised, prompts included; check the chat template.")
     return Corpus(rows, dict(dropped))

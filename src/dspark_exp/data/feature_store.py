@@ -2,7 +2,8 @@
 
 In: rows and a function that computes features. Out: a data set of rows with features, shared by all drafters of a
 sweep. Knows nothing about models. A folder is complete when its index exists; an interrupted build goes on where it
-stopped, because every finished shard is valid by itself.
+stopped, because every finished shard is valid by itself. All stores under one root share a byte budget: the least
+recently used ones that nobody reads make room.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +23,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from dspark_exp.data.manifest import check_manifest
 from dspark_exp.data.rendering import Row
-from dspark_exp.errors import ConfigError, DataError
+from dspark_exp.errors import ConfigError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 log = logging.getLogger(__name__)
 ROWS_PER_SHARD = 256
 ComputeFeatures = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _GB = 1e9
 
 
@@ -64,6 +72,7 @@ class FeatureStore(Dataset[StoredRow]):
         self._starts: list[list[int]] = index["starts"]
         self._length = int(index["num_rows"])
         self._open: dict[int, Any] = {}
+        self._hold = hold(folder)  # while this object lives, the store is not evicted
 
     def __len__(self) -> int:
         return self._length
@@ -78,7 +87,7 @@ class FeatureStore(Dataset[StoredRow]):
         return StoredRow(parts["input_ids"].long(), parts["supervised"].bool(), parts["taps"], parts["final"])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": {}}  # file handles stay in their process
+        return {**self.__dict__, "_open": {}, "_hold": None}  # file handles stay in their process
 
 
 def build_feature_store(
@@ -93,34 +102,43 @@ def build_feature_store(
     batch_size: int,
     device: torch.device,
     pad_id: int,
+    folder: Path | None = None,
     on_shard: Callable[[int, int], None] = lambda done, total: None,
 ) -> FeatureStore:
-    """Open the store of exactly these rows, target and settings, computing what is missing.
+    """Open the store of exactly these rows, target and settings, computing what is missing or corrupt.
 
     Args:
         feature_size: (m + 1) * d, numbers per token.
-        max_gb: the store's size limit in gigabytes, checked before any work.
+        max_gb: size limit of all stores under ``root`` in gigabytes, checked before any work.
+        folder: a store at a place of the caller's choice; null = under ``root``, named after its manifest.
 
     Raises:
-        ConfigError: unknown dtype or the store would exceed ``max_gb``.
-        DataError: a shard is corrupt (it is deleted, so that running again recomputes it).
+        ConfigError: unknown dtype, or the store alone would exceed ``max_gb``.
+        DataError: ``folder`` holds the features of something else; the message names the fields that differ.
     """
-    if dtype not in _DTYPES:
-        raise ConfigError(f"features.dtype={dtype!r} is unknown; choose from {', '.join(_DTYPES)}.")
-    num_bytes = sum(len(row.input_ids) for row in rows) * feature_size * _DTYPES[dtype].itemsize
+    if dtype not in DTYPES:
+        raise ConfigError(f"features.dtype={dtype!r} is unknown; choose from {', '.join(DTYPES)}.")
+    num_bytes = sum(len(row.input_ids) for row in rows) * feature_size * DTYPES[dtype].itemsize
     if num_bytes > max_gb * _GB:
         raise ConfigError(
             f"Stored features need {num_bytes / _GB:.1f} GB, features.max_gb allows {max_gb:g}: raise it, take fewer "
-            "rows (data.max_rows), store features.dtype=bfloat16, or compute them as you train (features=online)."
+            "rows (data.max_rows), store features.dtype=bfloat16, keep what fits and compute the rest again "
+            "(features=bounded), or store nothing (features=online)."
         )
     manifest = {**fingerprint, "feature_dtype": dtype, "rows": _rows_digest(rows)}
-    key = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:16]
-    folder = root / key
+    if folder is None:
+        folder = root / hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:16]
+        if not (folder / "index.json").exists():
+            make_room(root, folder, num_bytes, int(max_gb * _GB))
+    check_manifest(folder / "manifest.json", manifest, "features.dir")
+    if corrupt := _corrupt_shards(folder):
+        log.warning("Corrupt feature shards, computed again: %s", ", ".join(str(path) for path in corrupt))
+        for path in corrupt:
+            path.unlink(missing_ok=True)
+        (folder / "index.json").unlink()
     if not (folder / "index.json").exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        _write_json(folder / "manifest.json", manifest)
-        _write_shards(folder, rows, compute, _DTYPES[dtype], batch_size, device, pad_id, on_shard)
-    _verify(folder)
+        _write_shards(folder, rows, compute, DTYPES[dtype], batch_size, device, pad_id, on_shard)
+        _remember(folder)
     return FeatureStore(folder)
 
 
@@ -190,19 +208,70 @@ def pad_ids(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Te
     return ids, mask
 
 
-def _verify(folder: Path) -> None:
-    """Sizes always, so that a torn file is found at once; contents when a marker of this check is absent."""
+def make_room(root: Path, wanted: Path, num_bytes: int, max_bytes: int) -> None:
+    """Delete the least recently used stores under ``root`` that nobody reads, until ``num_bytes`` more fit."""
+    others = [path for path in root.glob("*") if path.is_dir() and path != wanted]
+    sizes = {path: sum(file.stat().st_size for file in path.iterdir()) for path in others}
+    for path in sorted(others, key=lambda other: (other / "in_use").stat().st_mtime if hold_exists(other) else 0.0):
+        if sum(sizes.values()) + num_bytes <= max_bytes:
+            return
+        if is_free(path):
+            log.warning(
+                "features.max_gb: %s (%.2f GB) makes room; it is computed again on use", path, sizes[path] / _GB
+            )
+            shutil.rmtree(path)
+            del sizes[path]
+
+
+def hold(folder: Path) -> Any:
+    """An open file with a shared lock: the store is being read. Also marks when it was used last."""
+    stream = (folder / "in_use").open("a")
+    (folder / "in_use").touch()
+    if fcntl is not None:
+        fcntl.flock(stream, fcntl.LOCK_SH)
+    return stream
+
+
+def hold_exists(folder: Path) -> bool:
+    return (folder / "in_use").exists()
+
+
+def is_free(folder: Path) -> bool:
+    """Whether no process reads the store. Where files cannot be locked nothing is evicted."""
+    if fcntl is None:
+        return False
+    with (folder / "in_use").open("a") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+    return True
+
+
+def _corrupt_shards(folder: Path) -> list[Path]:
+    """Shards whose contents are not those that were written; contents are read where size or time changed."""
+    if not (folder / "index.json").exists():
+        return []
     index = json.loads((folder / "index.json").read_text())
-    marker = folder / "verified"
-    if marker.exists():
-        return
+    marker = folder / "verified.json"
+    known = json.loads(marker.read_text()) if marker.exists() else {}
+    corrupt = []
     for shard, expected in enumerate(index["sha256"]):
         path = folder / _shard_name(shard)
-        if not path.exists() or _checksum(path) != expected:
-            path.unlink(missing_ok=True)
-            (folder / "index.json").unlink()
-            raise DataError(f"Feature shard {path} is corrupt; it was removed. Run again to recompute it.")
-    marker.touch()
+        if not path.exists() or (known.get(path.name) != _stamp(path) and _checksum(path) != expected):
+            corrupt.append(path)
+    if not corrupt:
+        _remember(folder)
+    return corrupt
+
+
+def _remember(folder: Path) -> None:
+    """Sizes and times of shards whose contents were just checked or written."""
+    _write_json(folder / "verified.json", {path.name: _stamp(path) for path in folder.glob("shard-*.safetensors")})
+
+
+def _stamp(path: Path) -> list[int]:
+    return [path.stat().st_size, path.stat().st_mtime_ns]
 
 
 def _checksum(path: Path) -> str:

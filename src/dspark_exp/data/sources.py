@@ -1,37 +1,33 @@
-"""Where prompts and conversations come from: the synthetic language, JSONL files, or the hub.
+"""Where training conversations come from: the synthetic language, JSONL files, or any data set of the hub.
 
-In: names, folders, counts. Out: prompts by benchmark, or conversations for training. Knows nothing about tokenizers.
+In: names, files, counts. Out: conversations, and the rows that could not be read, counted by reason. One bad row
+never ends a job. Knows nothing about tokenizers.
 """
 
 from __future__ import annotations
 
 import json
-import random
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from dspark_exp.data import language
 from dspark_exp.data.rendering import Message
-from dspark_exp.errors import ConfigError, DataError
+from dspark_exp.errors import DataError
 
-_SHUFFLE_SEED = 980406  # the reference's, so that the first n prompts are the same prompts
-_ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """The messages a target answers, first turn only for benchmarks."""
-
-    messages: tuple[Message, ...]
-    domain: str
-    benchmark: str
+_ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
+    "bard": "assistant", "assistant": "assistant", "system": "system",
+}  # fmt: skip
+_SHUFFLE_SEED, _SHUFFLE_BUFFER = 42, 10_000
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation for training; ``messages`` without an assistant turn are prompts to regenerate from."""
+    """A conversation for training; without an assistant turn it is prompts, whose replies the target generates."""
 
     messages: tuple[Message, ...]
     domain: str = "all"
@@ -42,65 +38,29 @@ class Conversation:
     def has_reply(self) -> bool:
         return any(message["role"] == "assistant" for message in self.messages)
 
+    @property
+    def prompts(self) -> Conversation:
+        """The same without its replies."""
+        kept = tuple(message for message in self.messages if message["role"] != "assistant")
+        return Conversation(kept, self.domain, self.source)
+
 
 @dataclass(frozen=True)
-class HubSource:
-    """A benchmark on the hub: data set id, optional configuration, split, prompt field, text put after the prompt."""
+class Loaded:
+    """Conversations of a source and how many of its rows were no conversation, by reason."""
+
+    conversations: list[Conversation]
+    dropped: dict[str, int]
+
+
+@dataclass(frozen=True)
+class HubConversations:
+    """A data set on the hub (or a local folder): id, split, optional configuration; ``streaming`` downloads lazily."""
 
     id: str
-    split: str
-    field: str
+    split: str = "train"
     config: str | None = None
-    suffix: str = ""
-
-
-@dataclass(frozen=True)
-class BenchmarkSpec:
-    """One benchmark: its domain and where its prompts are. ``hub`` null = a synthetic benchmark or a file."""
-
-    domain: str
-    hub: HubSource | None = None
-    num_prompts: int | None = field(default=None)
-
-
-def synthetic_prompts(names: Sequence[str], split: str, num_prompts: int) -> dict[str, list[Prompt]]:
-    """Prompts of the synthetic language, ``num_prompts`` for each benchmark; no prompt occurs twice."""
-    found: dict[str, list[Prompt]] = {}
-    for name in names:
-        seen: dict[str, Prompt] = {}
-        for index in range(num_prompts * 40):
-            item = language.sample(name, split, index)
-            seen.setdefault(item.prompt, Prompt(({"role": "user", "content": item.prompt},), item.domain, name))
-            if len(seen) == num_prompts:
-                break
-        found[name] = list(seen.values())
-    return found
-
-
-def benchmark_prompts(
-    specs: Mapping[str, BenchmarkSpec], folder: str | None, num_prompts: int
-) -> dict[str, list[Prompt]]:
-    """First turns of each benchmark from ``<folder>/<name>.jsonl``, or from the hub where no folder is given.
-
-    Raises:
-        DataError: a file or data set is missing or holds no prompt; the message names all that are missing.
-    """
-    if folder is not None:
-        missing = [name for name in specs if not (Path(folder) / f"{name}.jsonl").is_file()]
-        if missing:
-            raise DataError(
-                f"benchmark.dir={folder} has no file for {', '.join(missing)}: expected <name>.jsonl with one "
-                '{"turns": [...]} a line.'
-            )
-    found = {}
-    for name, spec in specs.items():
-        count = min(num_prompts, spec.num_prompts or num_prompts)
-        turns = _file_turns(Path(folder) / f"{name}.jsonl") if folder is not None else _hub_turns(name, spec)
-        random.Random(_SHUFFLE_SEED).shuffle(turns)
-        found[name] = [Prompt(({"role": "user", "content": text},), spec.domain, name) for text in turns[:count]]
-        if not found[name]:
-            raise DataError(f"Benchmark {name} holds no prompt.")
-    return found
+    streaming: bool = True
 
 
 def language_conversations(split: str, num_per_benchmark: int) -> list[Conversation]:
@@ -111,45 +71,44 @@ def language_conversations(split: str, num_per_benchmark: int) -> list[Conversat
     ]
 
 
-def jsonl_conversations(path: str) -> list[Conversation]:
+def jsonl_conversations(path: str, max_rows: int | None = None) -> Loaded:
     """Rows with ``conversations`` or ``messages`` (replies kept) or ``turns`` (prompts to regenerate from).
 
     Raises:
-        DataError: the file is missing, empty, or a line is no such row; the message names the line.
+        DataError: the file is missing, or none of its rows is a conversation.
     """
-    rows = [_conversation(row, f"{path} line {number}") for number, row in _read_jsonl(Path(path))]
-    if not rows:
-        raise DataError(f"data.path={path} holds no rows.")
-    return rows
+    return _loaded(islice(read_jsonl(Path(path)), max_rows), f"data.path={path}", {})
 
 
-def _conversation(row: Any, where: str) -> Conversation:
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: expected a JSON object, got {type(row).__name__}.")
-    turns = row.get("conversations", row.get("messages"))
-    if turns is not None:
-        messages = tuple(_message(turn, where) for turn in turns)
-    elif "turns" in row:
-        messages = ({"role": "user", "content": str(row["turns"][0])},)
-    else:
-        raise DataError(f"{where}: expected a key conversations, messages or turns; found {sorted(row)}.")
-    return Conversation(
-        messages, str(row.get("domain", "all")), str(row.get("source", "")), bool(row.get("finished", True))
-    )
+def hub_conversations(source: HubConversations, domains: Mapping[str, Sequence[str]], max_rows: int | None) -> Loaded:
+    """The first ``max_rows`` rows after a shuffle with a fixed seed.
+
+    Args:
+        domains: domain -> fragments of the row's ``source`` field that belong to it.
+
+    Raises:
+        DataError: the data set cannot be had, or none of its rows is a conversation.
+    """
+    from datasets import load_dataset  # slow import, needed on this path alone
+
+    try:
+        rows = load_dataset(source.id, source.config, split=source.split, streaming=source.streaming)
+        buffer = {"buffer_size": _SHUFFLE_BUFFER} if source.streaming else {}
+        picked = list(islice(rows.shuffle(seed=_SHUFFLE_SEED, **buffer), max_rows))
+    except Exception as error:  # the hub client raises many kinds; all mean that the data cannot be had
+        raise DataError(
+            f"Data set {source.id} ({source.split}) could not be loaded: {type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else ''} Use data=jsonl data.path=<file> for local rows."
+        ) from error
+    return _loaded(picked, f"data set {source.id}", domains)
 
 
-def _message(turn: Any, where: str) -> Message:
-    role = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
-    if role not in _ROLES:
-        raise DataError(f"{where}: turn with role {role!r}; supported are {', '.join(_ROLES)}.")
-    return {"role": _ROLES[role], "content": turn.get("content", turn.get("value")) or ""}
+def read_jsonl(path: Path) -> Iterator[Any]:
+    """Parsed lines; a line that is not JSON comes out as the ``ValueError`` that says why.
 
-
-def _file_turns(path: Path) -> list[str]:
-    return [str(row["turns"][0]) for _, row in _read_jsonl(path) if row.get("turns")]
-
-
-def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
+    Raises:
+        DataError: the file cannot be read.
+    """
     try:
         lines: Iterable[str] = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
@@ -157,23 +116,51 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
-                yield number, json.loads(line)
+                yield json.loads(line)
             except json.JSONDecodeError as error:
-                raise DataError(f"{path} line {number} is not JSON: {error.msg}.") from error
+                yield ValueError(f"line {number}: {error.msg}")
 
 
-def _hub_turns(name: str, spec: BenchmarkSpec) -> list[str]:
-    if spec.hub is None:
-        raise ConfigError(f"Benchmark {name} has no hub source; give benchmark.dir=<folder with {name}.jsonl>.")
-    from datasets import load_dataset  # slow import, needed on this path alone
+def _loaded(rows: Iterable[Any], where: str, domains: Mapping[str, Sequence[str]]) -> Loaded:
+    found: list[Conversation] = []
+    dropped: Counter[str] = Counter()
+    for row in rows:
+        try:
+            found.append(_conversation(row, domains))
+        except DataError as error:
+            dropped[str(error)] += 1
+    if not found:
+        reasons = ", ".join(f"{count} x {reason}" for reason, count in dropped.items()) or "it is empty"
+        raise DataError(f"{where} holds no conversation: {reasons}.")
+    return Loaded(found, dict(dropped))
 
-    source = spec.hub
-    try:
-        rows = load_dataset(source.id, source.config, split=source.split)
-    except Exception as error:  # the hub client raises many kinds; all mean that the data cannot be had
-        raise DataError(
-            f"Benchmark {name} could not be loaded from the hub ({source.id}): {type(error).__name__}. "
-            "Give benchmark.dir=<folder with JSONL files> to use local prompts."
-        ) from error
-    values = [row[source.field] for row in rows]
-    return [str(value[0] if isinstance(value, list) else value) + source.suffix for value in values]
+
+def _conversation(row: Any, domains: Mapping[str, Sequence[str]]) -> Conversation:
+    if isinstance(row, ValueError):
+        raise DataError("not JSON")
+    if not isinstance(row, dict):
+        raise DataError("not a JSON object")
+    turns = row.get("conversations") or row.get("messages")
+    if turns:
+        messages = tuple(_message(turn) for turn in turns)
+    elif row.get("turns"):
+        messages = tuple({"role": "user", "content": str(turn)} for turn in row["turns"])
+    else:
+        raise DataError("no turns: expected a key conversations, messages or turns")
+    source = str(row.get("source") or "")
+    return Conversation(messages, _domain(row, source, domains), source, bool(row.get("finished", True)))
+
+
+def _message(turn: Any) -> Message:
+    role = turn.get("role") or turn.get("from") if isinstance(turn, dict) else None
+    if role not in _ROLES:
+        raise DataError(f"a turn of role {role}, which is not supported")
+    message = {"role": _ROLES[role], "content": turn.get("content") or turn.get("value") or ""}
+    reasoning = turn.get("reasoning_content") or turn.get("reasoning")
+    return message | {"reasoning_content": reasoning} if reasoning else message
+
+
+def _domain(row: Mapping[str, Any], source: str, domains: Mapping[str, Sequence[str]]) -> str:
+    if "domain" in row:
+        return str(row["domain"])
+    return next((name for name, parts in domains.items() if any(p.lower() in source.lower() for p in parts)), "all")

@@ -13,22 +13,7 @@ from torch import Tensor, nn
 
 from dspark_exp.contracts import KVPass
 from dspark_exp.drafters.attention import attend_blocks, block_mask, resolve_backend
-from dspark_exp.drafters.geometry import GatedMLP, Geometry, Projections, RMSNorm
-
-
-class BackboneLayer(nn.Module):
-    """Attention over [context ; block] and a feed-forward layer, both pre-normed. The context is never updated."""
-
-    def __init__(self, geometry: Geometry) -> None:
-        super().__init__()
-        self.self_attn = Projections(geometry, geometry.hidden_size)
-        self.mlp = GatedMLP(geometry.hidden_size, geometry.intermediate_size)
-        self.input_layernorm = RMSNorm(geometry.hidden_size, eps=geometry.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(geometry.hidden_size, eps=geometry.rms_norm_eps)
-
-    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        hidden = residual + self.self_attn.o_proj(attended.flatten(-2))
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+from dspark_exp.drafters.geometry import DraftLayer, Geometry, RMSNorm
 
 
 class ParallelBackbone(nn.Module):
@@ -39,12 +24,12 @@ class ParallelBackbone(nn.Module):
         self.attention = attention
         self.fc = nn.Linear(geometry.num_taps * geometry.hidden_size, geometry.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(geometry.hidden_size, eps=geometry.rms_norm_eps)
-        self.layers = nn.ModuleList(BackboneLayer(geometry) for _ in range(num_layers))
+        self.layers = nn.ModuleList(DraftLayer(geometry, geometry.hidden_size) for _ in range(num_layers))
         self.norm = RMSNorm(geometry.hidden_size, eps=geometry.rms_norm_eps)
         self.rotary = geometry.rotary()
 
-    def _blocks(self) -> Iterator[BackboneLayer]:
-        return iter(cast(Iterable[BackboneLayer], self.layers))
+    def _blocks(self) -> Iterator[DraftLayer]:
+        return iter(cast(Iterable[DraftLayer], self.layers))
 
     def context(self, taps: Tensor) -> Tensor:
         """[..., m*d] -> [..., d]: H_ctx, shared by all layers."""

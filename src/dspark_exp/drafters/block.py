@@ -65,7 +65,7 @@ class BlockDrafter(nn.Module):
         geometry = Geometry.of(facts, intermediate_size)
         super().__init__()
         self.block_size, self.mask_token_id, self.num_layers = block_size, facts.mask_token_id, num_layers
-        self.num_usable_tokens, self.geometry = facts.num_usable_tokens, geometry
+        self.geometry = geometry
         self.backbone = ParallelBackbone(geometry, num_layers, attention)
         self._frozen = (frozen,)  # a tuple, so that the target's weights are not registered, saved or trained
         initialise(self)
@@ -149,10 +149,7 @@ class BlockDrafter(nn.Module):
         plan = store.block_pass(rows, anchors, self.block_size)
         block = self._embed_block(anchor_ids)
         hidden = self.backbone.decode(block.flatten(0, 1), plan).view(block.shape)
-        lm_head = self.frozen.lm_head
-        base_logits = lm_head(hidden.to(lm_head.weight.dtype)).float()
-        base_logits[..., self.num_usable_tokens :] = float("-inf")
-        return self._sample_block(hidden, base_logits, anchor_ids, sampler, uniform)
+        return self._sample_block(hidden, self.frozen.logits(hidden), anchor_ids, sampler, uniform)
 
     def _sample_block(
         self, hidden: Tensor, base_logits: Tensor, anchor_ids: Tensor, sampler: Sampler, uniform: Tensor

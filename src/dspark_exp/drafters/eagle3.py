@@ -12,27 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from dspark_exp.contracts import FrozenHead, KVPass, KVStore, Proposal, Sampler, TargetFacts, TargetFeatures
-from dspark_exp.drafters.geometry import GatedMLP, Geometry, Projections, RMSNorm, check_positive, initialise
+from dspark_exp.drafters.geometry import DraftLayer, Geometry, RMSNorm, check_positive, initialise
 
 
-class Eagle3Layer(nn.Module):
+class Eagle3Layer(DraftLayer):
     """Attention whose inputs are [norm(embedding) ; norm(hidden)], then a feed-forward layer."""
 
     def __init__(self, geometry: Geometry) -> None:
-        super().__init__()
-        width, eps = geometry.hidden_size, geometry.rms_norm_eps
-        self.self_attn = Projections(geometry, 2 * width)
-        self.mlp = GatedMLP(width, geometry.intermediate_size)
-        self.hidden_norm = RMSNorm(width, eps=eps)
-        self.input_layernorm = RMSNorm(width, eps=eps)
-        self.post_attention_layernorm = RMSNorm(width, eps=eps)
+        super().__init__(geometry, 2 * geometry.hidden_size)
+        self.hidden_norm = RMSNorm(geometry.hidden_size, eps=geometry.rms_norm_eps)
 
     def mix(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         return torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], dim=-1)
-
-    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        hidden = residual + self.self_attn.o_proj(attended.flatten(-2))
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class Eagle3Drafter(nn.Module):
@@ -62,7 +53,6 @@ class Eagle3Drafter(nn.Module):
         self.layers = nn.ModuleList([Eagle3Layer(geometry)])
         self.norm = RMSNorm(geometry.hidden_size, eps=geometry.rms_norm_eps)
         self.rotary = geometry.rotary()
-        self.num_usable_tokens = facts.num_usable_tokens
         initialise(self)
 
     @property
@@ -149,16 +139,13 @@ class Eagle3Drafter(nn.Module):
     ) -> Proposal:
         """Draft ``block_size`` tokens per row, one layer pass a token; ``carry`` is what ``extend`` returned."""
         hidden = carry
-        lm_head = self.frozen.lm_head
         drawn: list[Tensor] = []
         distributions: list[Tensor] = []
         for slot in range(self.block_size):
             if slot > 0:
                 plan = store.causal_pass(rows, [anchor + slot - 1 for anchor in anchors], [1] * len(rows))
                 hidden = self._decode_step(drawn[-1], hidden, plan)
-            logits = lm_head(self.norm(hidden).to(lm_head.weight.dtype)).float()
-            logits[..., self.num_usable_tokens :] = float("-inf")
-            distributions.append(sampler.probs(logits))
+            distributions.append(sampler.probs(self.frozen.logits(self.norm(hidden))))
             drawn.append(sampler.draw(distributions[-1], uniform[:, slot]))
         return Proposal(torch.stack(drawn, 1), torch.stack(distributions, 1), None)
 

@@ -30,6 +30,8 @@ class Geometry:
     num_taps: int
     rope_parameters: dict[str, object]
     max_position_embeddings: int
+    body: str = "qwen3"
+    keys_are_values: bool = False
 
     @staticmethod
     def of(facts: TargetFacts, intermediate_size: int | None = None) -> Geometry:
@@ -45,6 +47,8 @@ class Geometry:
             num_taps=len(facts.layer_ids),
             rope_parameters=dict(facts.rope_parameters),
             max_position_embeddings=facts.max_position_embeddings,
+            body=facts.body,
+            keys_are_values=facts.keys_are_values,
         )
 
     def rotary(self) -> Rotary:
@@ -90,28 +94,37 @@ class RMSNorm(nn.RMSNorm):
 
 
 class GatedMLP(nn.Module):
-    """SwiGLU feed-forward layer."""
+    """Gated feed-forward layer: SiLU (Qwen3 style) or tanh-approximated GELU (Gemma style)."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, gelu: bool = False) -> None:
         super().__init__()
+        self.gelu = gelu
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate = self.gate_proj(x)
+        gate = nn.functional.gelu(gate, approximate="tanh") if self.gelu else nn.functional.silu(gate)
+        return self.down_proj(gate * self.up_proj(x))
 
 
 class Projections(nn.Module):
-    """Query, key, value and output projections with per-head norms, heads split."""
+    """Query, key, value and output projections with per-head norms, heads split.
+
+    Gemma 4 style: scores are not scaled, values pass a norm without weight, and where ``keys_are_values`` the values
+    are the key projection before its norm.
+    """
 
     def __init__(self, geometry: Geometry, input_size: int) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
-        self.scale = self.head_dim**-0.5
+        self.is_gemma4, self.keys_are_values = geometry.body == "gemma4", geometry.keys_are_values
+        self.scale = 1.0 if self.is_gemma4 else self.head_dim**-0.5
         self.q_proj = nn.Linear(input_size, self.num_heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(input_size, self.num_kv_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(input_size, self.num_kv_heads * self.head_dim, bias=False)
+        if not self.keys_are_values:
+            self.v_proj = nn.Linear(input_size, self.num_kv_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(self.num_heads * self.head_dim, geometry.hidden_size, bias=False)
         self.q_norm = RMSNorm(self.head_dim, eps=geometry.rms_norm_eps)
         self.k_norm = RMSNorm(self.head_dim, eps=geometry.rms_norm_eps)
@@ -122,9 +135,42 @@ class Projections(nn.Module):
 
     def key_value(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """[..., L, input] -> rotated keys and values [..., L, Hkv, D]."""
-        keys = self.k_norm(self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim)))
-        values = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        return rotate(keys, rotation), values
+        heads = (self.num_kv_heads, self.head_dim)
+        projected = self.k_proj(x).unflatten(-1, heads)
+        values = projected if self.keys_are_values else self.v_proj(x).unflatten(-1, heads)
+        if self.is_gemma4:
+            values = nn.functional.rms_norm(values.float(), (self.head_dim,), eps=self.k_norm.eps).to(values.dtype)
+        return rotate(self.k_norm(projected), rotation), values
+
+
+class DraftLayer(nn.Module):
+    """Attention and a feed-forward layer, pre-normed; in Gemma 4 style each result is normed again and scaled.
+
+    The caller runs the attention itself, between ``self_attn`` and ``finish``.
+    """
+
+    def __init__(self, geometry: Geometry, input_size: int) -> None:
+        super().__init__()
+        width, eps = geometry.hidden_size, geometry.rms_norm_eps
+        self.is_gemma4 = geometry.body == "gemma4"
+        self.self_attn = Projections(geometry, input_size)
+        self.mlp = GatedMLP(width, geometry.intermediate_size, gelu=self.is_gemma4)
+        self.input_layernorm = RMSNorm(width, eps=eps)
+        self.post_attention_layernorm = RMSNorm(width, eps=eps)
+        if self.is_gemma4:
+            self.pre_feedforward_layernorm = RMSNorm(width, eps=eps)
+            self.post_feedforward_layernorm = RMSNorm(width, eps=eps)
+            self.register_buffer("layer_scalar", torch.ones(1))  # part of the released layout; never trained
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """Residual stream [..., d] after this layer, from the attention's output [..., H, D]."""
+        projected = self.self_attn.o_proj(attended.flatten(-2))
+        if not self.is_gemma4:
+            hidden = residual + projected
+            return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        hidden = residual + self.post_attention_layernorm(projected)
+        hidden = hidden + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(hidden)))
+        return hidden * self.layer_scalar
 
 
 def initialise(module: nn.Module, std: float = 0.02) -> None:

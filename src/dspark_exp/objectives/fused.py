@@ -45,6 +45,7 @@ def slot_losses(
     ce: float,
     l1: float,
     soft_ce: float = 0.0,
+    softcap: float | None = None,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> SlotLosses:
     """Cross-entropy (Eq. 9), total variation x 2 (Eq. 10) and soft cross-entropy of M slots.
@@ -52,6 +53,7 @@ def slot_losses(
     Args:
         hidden_Md: drafter states; draft logits are ``hidden @ lm_head^T + bias_features @ bias_weight^T``.
         lm_head_Vd: the target's LM head, frozen: it gets no gradient.
+        softcap: ``hidden @ lm_head^T`` becomes softcap * tanh(. / softcap), in drafter and target, before the bias.
         final_Ud: target states after the final norm at U distinct positions; target logits are computed once for each.
         position_M: index into ``final_Ud`` of each slot, sorted ascending.
         labels_M: token of each slot; weights_M: weight of each slot (denominators included).
@@ -69,6 +71,7 @@ def slot_losses(
         labels_M,
         weights_M,
         coefficients,
+        softcap,
         chunk_elements,
     )
     return SlotLosses(total, *terms)
@@ -89,6 +92,7 @@ class _SlotLosses(torch.autograd.Function):
         labels: Tensor,
         weights: Tensor,
         coefficients: tuple[float, float, float],
+        softcap: float | None,
         chunk_elements: int,
     ) -> tuple[Tensor, ...]:
         dtype = autocast_dtype(hidden.device, hidden.dtype)
@@ -100,8 +104,8 @@ class _SlotLosses(torch.autograd.Function):
         terms = hidden.new_zeros(4, hidden.shape[0], dtype=wide)
         with torch.autocast(hidden.device.type, enabled=False):
             for slots, context in _chunks(position, final.shape[0], lm_head.shape[0], chunk_elements):
-                target = final[context].to(dtype) @ head.T
-                logits = hidden[slots].to(dtype) @ head.T
+                target, _ = _capped(final[context].to(dtype) @ head.T, softcap, needs_slope=False)
+                logits, slope = _capped(hidden[slots].to(dtype) @ head.T, softcap, needs_slope=needs_grad)
                 z = None if bias_features is None else bias_features[slots].to(dtype)
                 if z is not None and bias_head is not None:
                     logits = torch.addmm(logits, z, bias_head.T)
@@ -109,7 +113,7 @@ class _SlotLosses(torch.autograd.Function):
                 # logits become their own gradient, tile by tile
                 _tiles(logits, target, local, labels[slots], weights[slots], coefficients, terms[:, slots], needs_grad)
                 if grads is not None:
-                    grads.add(slots, logits, head, z, bias_head)
+                    grads.add(slots, logits, slope, head, z, bias_head)
         if grads is not None:
             ctx.save_for_backward(*grads.saved())
         ctx.has_bias = bias_features is not None
@@ -122,7 +126,7 @@ class _SlotLosses(torch.autograd.Function):
     def backward(ctx: Any, grad_total: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, *rest = (grad * grad_total.to(grad.dtype) for grad in ctx.saved_tensors)
         grad_features, grad_weight = rest if ctx.has_bias else (None, None)
-        return grad_hidden, None, grad_features, grad_weight, *(None,) * 6
+        return grad_hidden, None, grad_features, grad_weight, *(None,) * 7
 
 
 class _Gradients:
@@ -136,8 +140,17 @@ class _Gradients:
             self.weight = torch.zeros_like(bias_weight, dtype=torch.promote_types(bias_weight.dtype, torch.float32))
             self._weight_dtype = bias_weight.dtype
 
-    def add(self, slots: slice, grad: Tensor, head: Tensor, features: Tensor | None, bias_head: Tensor | None) -> None:
-        self.hidden[slots] = (grad @ head).to(self.hidden.dtype)
+    def add(
+        self,
+        slots: slice,
+        grad: Tensor,
+        slope: Tensor | None,
+        head: Tensor,
+        features: Tensor | None,
+        bias_head: Tensor | None,
+    ) -> None:
+        before_cap = grad if slope is None else grad * slope
+        self.hidden[slots] = (before_cap @ head).to(self.hidden.dtype)
         if self.features is not None and self.weight is not None and features is not None and bias_head is not None:
             self.features[slots] = (grad @ bias_head).to(self.features.dtype)
             self.weight += grad.T @ features
@@ -145,6 +158,15 @@ class _Gradients:
     def saved(self) -> list[Tensor]:
         weight = None if self.weight is None else self.weight.to(self._weight_dtype)
         return [tensor for tensor in (self.hidden, self.features, weight) if tensor is not None]
+
+
+def _capped(logits: Tensor, softcap: float | None, needs_slope: bool) -> tuple[Tensor, Tensor | None]:
+    """Soft-capped logits and the cap's derivative there, 1 - tanh^2."""
+    if softcap is None:
+        return logits, None
+    ratio = torch.tanh(_wide(logits) / softcap)
+    slope = (1 - ratio.square()).to(logits.dtype) if needs_slope else None
+    return (softcap * ratio).to(logits.dtype), slope
 
 
 def _wide(logits: Tensor) -> Tensor:

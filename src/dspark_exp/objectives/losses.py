@@ -94,15 +94,16 @@ class BlockObjective:
         bias = output.bias_features
         losses = slot_losses(
             output.hidden.flatten(0, -2)[picked.index],
-            frozen.lm_head.weight,
+            frozen.rows,
             None if bias is None else bias.flatten(0, -2)[picked.index],
-            output.bias_weight,
+            None if output.bias_weight is None else output.bias_weight[: len(frozen.rows)],
             features.final.flatten(0, 1)[picked.context],
             picked.position,
             blocks.labels.flatten()[picked.index],
             weights,
             ce=ce,
             l1=l1,
+            softcap=frozen.softcap,
         )
         loss, terms = losses.total, _weighted_terms(losses, weights)
         if output.confidence_logits is not None:
@@ -169,7 +170,7 @@ class TrainingTimeTestObjective:
         hidden = torch.stack(normed_steps).view(len(normed_steps), num_sequences * length, -1)
         losses = slot_losses(
             hidden[step_M, row * length + column],
-            frozen.lm_head.weight,
+            frozen.rows,
             None,
             None,
             features.final.flatten(0, 1)[context],
@@ -179,6 +180,7 @@ class TrainingTimeTestObjective:
             ce=0.0,
             l1=0.0,
             soft_ce=1.0,
+            softcap=frozen.softcap,
         )
         sums, counts = _by_slot(losses.accept, step_M, len(normed_steps))
         return ObjectiveResult(losses.total, _weighted_terms(losses, weights), total_weight, sums, counts)

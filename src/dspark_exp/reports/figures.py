@@ -53,7 +53,7 @@ def position_figure(report: dict[str, Any], path: Path) -> None:
             y, low, high = ([values[k] for k in kept] for values in (line.conditional, line.low, line.high))
             axis.plot(x, y, color=color_of(drafter), marker=MARKERS.get(drafter, "x"), ms=4.5, lw=1.7)
             axis.fill_between(x, low, high, color=color_of(drafter), alpha=0.13, lw=0)
-            ends.append((y[-1], drafter))
+            ends.append((float(y[-1] or 0.0), drafter))
             last = max(last, x[-1])
         labels.append((axis, ends, last))
         axis.set_title(domain, fontsize=11)

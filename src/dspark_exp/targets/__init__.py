@@ -1,7 +1,17 @@
 """The frozen target model: adapter, supported families, ragged key/value cache."""
 
-from dspark_exp.targets.adapter import Target, load_target
+from dspark_exp.targets.adapter import Target, load_target, target_of
 from dspark_exp.targets.layers import default_layer_ids, resolve_layer_ids
 from dspark_exp.targets.ragged import RaggedKVCache
+from dspark_exp.targets.vocabulary import VocabSpec, turn_end_id
 
-__all__ = ["RaggedKVCache", "Target", "default_layer_ids", "load_target", "resolve_layer_ids"]
+__all__ = [
+    "RaggedKVCache",
+    "Target",
+    "VocabSpec",
+    "default_layer_ids",
+    "load_target",
+    "resolve_layer_ids",
+    "target_of",
+    "turn_end_id",
+]

@@ -21,9 +21,10 @@ from transformers.utils import logging as hf_logging
 from dspark_exp.contracts import FrozenHead, TargetFacts
 from dspark_exp.errors import ConfigError, TargetError
 from dspark_exp.targets import ragged
+from dspark_exp.targets.families import read_architecture, text_body
 from dspark_exp.targets.layers import resolve_layer_ids
+from dspark_exp.targets.vocabulary import VocabSpec, read_vocabulary
 
-FAMILIES = ("qwen3", "llama")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ragged.register()
 
@@ -41,7 +42,7 @@ class Target:
 
     @property
     def _body(self) -> Any:
-        return self.model.model
+        return text_body(self.model)
 
     @property
     def device(self) -> torch.device:
@@ -54,7 +55,13 @@ class Target:
     @property
     def head(self) -> FrozenHead:
         """Embedding and LM head, by reference."""
-        return FrozenHead(self.model.get_input_embeddings(), self.model.get_output_embeddings())
+        facts = self.facts
+        return FrozenHead(
+            self.model.get_input_embeddings(),
+            self.model.get_output_embeddings(),
+            facts.num_usable_tokens if facts.num_usable_tokens < facts.vocab_size else None,
+            facts.logit_softcap,
+        )
 
     def to(self, device: torch.device | str) -> Target:
         self.model.to(device)
@@ -62,8 +69,11 @@ class Target:
 
     @torch.no_grad()
     def features(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Right-padded [N, S] ids -> taps [N, S, m*d] and final [N, S, d]. Padded rows hold no meaning."""
-        final = self._body(input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
+        """Padded [N, S] ids -> taps [N, S, m*d] and final [N, S, d]. Padded positions hold no meaning."""
+        positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
+        final = self._body(
+            input_ids, attention_mask=attention_mask, position_ids=positions, use_cache=False
+        ).last_hidden_state
         return self._taken(), final
 
     @torch.no_grad()
@@ -80,16 +90,12 @@ class Target:
 
     @torch.no_grad()
     def logits(self, final: Tensor) -> Tensor:
-        """LM head in float32 outcome; rows past the tokenizer's ids are -inf, so they are never drawn."""
-        logits = self.model.get_output_embeddings()(final).float()
-        logits[..., self.facts.num_usable_tokens :] = float("-inf")
-        return logits
+        """What the target samples from, soft cap included; rows past the tokenizer's ids are -inf."""
+        return self.head.logits(final)
 
     def new_cache(self, num_rows: int, max_length: int) -> ragged.RaggedKVCache:
         facts = self.facts
-        return ragged.RaggedKVCache(
-            facts.num_layers, num_rows, facts.num_kv_heads, max_length, facts.head_dim, self.dtype, self.device
-        )
+        return ragged.RaggedKVCache(facts.kv_by_layer, num_rows, max_length, self.dtype, self.device)
 
     def fingerprint(self) -> dict[str, Any]:
         """What a stored feature or response depends on: weights, tokenizer, template, taps."""
@@ -136,17 +142,15 @@ def load_target(
     hf_logging.disable_progress_bar()
     location = str(files("dspark_exp").joinpath("assets/tiny_target")) if path == "embedded" else path
     config = read_target_config(location)
-    if config.model_type not in FAMILIES:
-        raise TargetError(
-            f"Target family {config.model_type!r} is not supported yet; supported are {', '.join(FAMILIES)}."
-        )
-    ids = resolve_layer_ids(layer_ids, config.num_hidden_layers, num_feature_layers)
+    num_layers = read_architecture(config).num_layers
+    ids = resolve_layer_ids(layer_ids, num_layers, num_feature_layers)
     tokenizer = AutoTokenizer.from_pretrained(location)
     if tokenizer.chat_template is None:
         raise TargetError(f"The tokenizer of {location} has no chat template; add one (tokenizer.chat_template).")
     model: Any = AutoModelForCausalLM.from_pretrained(location, dtype=_DTYPES[dtype], attn_implementation=ragged.RAGGED)
-    facts = _facts(name, model, tokenizer, ids, mask_token_id)
-    return Target(model.to(device=device), tokenizer, facts, _revision(Path(location), model))
+    vocabulary = read_vocabulary(model, tokenizer, mask_token_id)
+    revision = _revision(Path(location), model)
+    return target_of(name, model.to(device=device), tokenizer, layer_ids=ids, vocabulary=vocabulary, revision=revision)
 
 
 def read_target_config(location: str) -> Any:
@@ -164,58 +168,45 @@ def read_target_config(location: str) -> Any:
         ) from error
 
 
-def _facts(name: str, model: Any, tokenizer: Any, layer_ids: tuple[int, ...], mask_token_id: int | None) -> TargetFacts:
-    config = model.config
-    rows = model.get_input_embeddings().weight.shape[0]
-    mask = mask_token_id if mask_token_id is not None else tokenizer.mask_token_id
-    if mask is None:
-        mask = _unused_token_id(tokenizer, rows)
-    stop_ids = _stop_ids(model, tokenizer)
-    if not 0 <= mask < rows or mask in stop_ids:
-        raise ConfigError(
-            f"target.mask_token_id={mask} must be one of the {rows} embedding rows and no stop token {list(stop_ids)}."
-        )
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stop_ids[0]
-    return TargetFacts(
+def target_of(
+    name: str,
+    model: Any,
+    tokenizer: Any,
+    *,
+    layer_ids: tuple[int, ...],
+    vocabulary: VocabSpec,
+    revision: str,
+) -> Target:
+    """A loaded model as a target.
+
+    Raises:
+        TargetError: the family or this variant of it is not supported.
+    """
+    architecture = read_architecture(model.config)
+    facts = TargetFacts(
         name=name,
-        family=config.model_type,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_hidden_layers,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        intermediate_size=config.intermediate_size,
-        rms_norm_eps=config.rms_norm_eps,
-        rope_parameters=dict(config.rope_parameters),
-        max_position_embeddings=config.max_position_embeddings,
-        vocab_size=rows,
-        num_usable_tokens=min(len(tokenizer), rows),
+        family=architecture.family,
+        hidden_size=architecture.hidden_size,
+        num_layers=architecture.num_layers,
+        num_heads=architecture.num_heads,
+        num_kv_heads=architecture.num_kv_heads,
+        head_dim=architecture.head_dim,
+        intermediate_size=architecture.intermediate_size,
+        rms_norm_eps=architecture.rms_norm_eps,
+        rope_parameters=architecture.rope_parameters,
+        max_position_embeddings=architecture.max_position_embeddings,
+        vocab_size=vocabulary.embedding_rows,
+        num_usable_tokens=vocabulary.num_usable,
         layer_ids=layer_ids,
-        mask_token_id=int(mask),
-        pad_token_id=int(pad),
-        stop_ids=stop_ids,
+        mask_token_id=vocabulary.mask_id,
+        pad_token_id=vocabulary.pad_id,
+        stop_ids=vocabulary.stop_ids,
+        body=architecture.body,
+        keys_are_values=architecture.keys_are_values,
+        logit_softcap=architecture.logit_softcap,
+        layer_kv=architecture.layer_kv,
     )
-
-
-def _unused_token_id(tokenizer: Any, rows: int) -> int:
-    """A row the text never uses: one past the tokenizer where the embedding is padded, else a reserved special."""
-    if len(tokenizer) < rows:
-        return len(tokenizer)
-    busy = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
-    spare = [i for i in tokenizer.all_special_ids + list(tokenizer.added_tokens_decoder) if i not in busy]
-    if not spare:
-        raise ConfigError("This tokenizer has no unused token for the mask; give one with target.mask_token_id=<id>.")
-    return max(spare)
-
-
-def _stop_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Union of the tokenizer's, the generation config's and the model config's end tokens."""
-    found: set[int] = set()
-    for source in (tokenizer.eos_token_id, model.generation_config.eos_token_id, model.config.eos_token_id):
-        found.update([source] if isinstance(source, int) else source or [])
-    if not found:
-        raise TargetError("The target declares no end token in its tokenizer, generation config or config.")
-    return tuple(sorted(found))
+    return Target(model, tokenizer, facts, revision)
 
 
 def _revision(location: Path, model: Any) -> str:

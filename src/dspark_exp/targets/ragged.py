@@ -6,7 +6,8 @@ The cost of a pass depends on B, not on rows x block. Knows nothing about models
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,27 +22,25 @@ RAGGED = "dspark_ragged"
 
 
 class RaggedKVCache:
-    """One preallocated [rows, kv heads, length, head dim] block per layer; rows keep their own lengths.
+    """One preallocated [rows, kv heads, length, head width] block per layer; rows keep their own lengths.
 
     Args:
-        num_layers, num_kv_heads, head_dim: geometry of the model that writes here.
+        layer_kv: key/value heads and head width of every layer of the model that writes here.
         num_rows: requests in flight at most.
         max_length: positions per row, the transient ones of a block included.
     """
 
     def __init__(
         self,
-        num_layers: int,
+        layer_kv: Sequence[tuple[int, int]],
         num_rows: int,
-        num_kv_heads: int,
         max_length: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (num_rows, num_kv_heads, max_length, head_dim)
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        shapes = [(num_rows, heads, max_length, width) for heads, width in layer_kv]
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
         self.num_rows, self.max_length, self.device = num_rows, max_length, device
 
     def causal_pass(self, rows: list[int], starts: list[int], counts: list[int]) -> RaggedPass:
@@ -66,6 +65,8 @@ class RaggedKVCache:
         mask = torch.zeros(len(rows), count, width, dtype=torch.bool)
         mask[grid_row, grid_slot] = torch.arange(width)[None] < visible[:, None]
         mask[..., 0] |= ~mask.any(-1)  # a padded query attends somewhere: its output is dropped
+        positions = torch.zeros(len(rows), count, dtype=torch.long)
+        positions[grid_row, grid_slot] = position
         return RaggedPass(
             cache=self,
             row_B=row.to(self.device),
@@ -76,6 +77,7 @@ class RaggedKVCache:
             grid_row_B=grid_row.to(self.device),
             grid_slot_B=grid_slot.to(self.device),
             mask_RQK=mask.to(self.device),
+            position_RQ=positions.to(self.device),
         )
 
 
@@ -92,6 +94,17 @@ class RaggedPass:
     grid_row_B: Tensor
     grid_slot_B: Tensor
     mask_RQK: Tensor
+    position_RQ: Tensor
+    _windowed: dict[int, Tensor] = field(default_factory=dict)
+
+    def mask_of(self, window: int | None) -> Tensor:
+        """Who sees whom [R, Q, K] in a layer that looks back ``window`` tokens, its own position included."""
+        if window is None or window >= self.mask_RQK.shape[-1]:
+            return self.mask_RQK
+        if window not in self._windowed:
+            keys = torch.arange(self.mask_RQK.shape[-1], device=self.mask_RQK.device)
+            self._windowed[window] = self.mask_RQK & (keys > self.position_RQ[..., None] - window)
+        return self._windowed[window]
 
     def write(self, layer: int, key_BHD: Tensor, value_BHD: Tensor) -> None:
         """Store keys and values at (row, position)."""
@@ -99,7 +112,15 @@ class RaggedPass:
         keys[self.row_B, :, self.position_B] = key_BHD.to(keys.dtype)
         values[self.row_B, :, self.position_B] = value_BHD.to(values.dtype)
 
-    def attend(self, layer: int, query_BHD: Tensor, key_BHD: Tensor, value_BHD: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query_BHD: Tensor,
+        key_BHD: Tensor,
+        value_BHD: Tensor,
+        scale: float,
+        window: int | None = None,
+    ) -> Tensor:
         """Store keys and values, attend each query to what it may see; returns [B, H, D]."""
         self.write(layer, key_BHD, value_BHD)
         num_rows, count, width = self.mask_RQK.shape
@@ -116,7 +137,7 @@ class RaggedPass:
             grid.transpose(1, 2).to(keys.dtype),
             keys,
             values,
-            attn_mask=self.mask_RQK[:, None],
+            attn_mask=self.mask_of(window)[:, None],
             scale=scale,
             enable_gqa=num_heads != keys.shape[1],
         ).transpose(1, 2)
@@ -130,6 +151,7 @@ def ragged_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
+    sliding_window: int | None = None,
     ragged_pass: RaggedPass | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -139,7 +161,7 @@ def ragged_attention(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     out = ragged_pass.attend(
-        layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), float(scale)
+        layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), float(scale), sliding_window
     )
     return out[None].to(query.dtype), None
 

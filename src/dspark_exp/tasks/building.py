@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from hydra.utils import get_class
@@ -14,12 +14,13 @@ from torch import nn
 from dspark_exp.config import ExperimentConfig, SamplingConfig
 from dspark_exp.contracts import FrozenHead
 from dspark_exp.data import language
-from dspark_exp.data.sources import BenchmarkSpec, HubSource, Prompt, benchmark_prompts, synthetic_prompts
+from dspark_exp.data.benchmarks import BenchmarkSpec, HubSource, Prompt, benchmark_prompts, synthetic_prompts
 from dspark_exp.decoding import Sampling, SpeculativeLoop, VerificationPolicy
 from dspark_exp.errors import ConfigError
 from dspark_exp.targets import RaggedKVCache, Target, load_target
 
 log = logging.getLogger(__name__)
+Settings = TypeVar("Settings")
 
 
 def open_target(config: ExperimentConfig) -> Target:
@@ -73,6 +74,19 @@ def construct(spec: dict[str, Any], where: str, *args: Any) -> Any:
     return cls(*args, **settings)
 
 
+def as_settings(cls: type[Settings], spec: dict[str, Any], where: str) -> Settings:
+    """A settings dataclass from a config section.
+
+    Raises:
+        ConfigError: a key that it does not know or that is missing.
+    """
+    try:
+        return cls(**spec)
+    except TypeError as error:
+        known = ", ".join(inspect.signature(cls).parameters)
+        raise ConfigError(f"{where} takes {known}; got {', '.join(spec) or 'nothing'}.") from error
+
+
 def build_drafter(config: ExperimentConfig, target: Target) -> nn.Module:
     """The untrained drafter, initialised from the run's seed."""
     torch.manual_seed(config.seed)
@@ -96,7 +110,7 @@ def build_loop(
     """A decoding loop whose drafter keeps its keys in the same kind of cache as the target."""
 
     def make_cache(layers: int, rows: int, kv_heads: int, max_length: int, head_dim: int) -> RaggedKVCache:
-        return RaggedKVCache(layers, rows, kv_heads, max_length, head_dim, torch.float32, target.device)
+        return RaggedKVCache([(kv_heads, head_dim)] * layers, rows, max_length, torch.float32, target.device)
 
     return SpeculativeLoop(target, drafter, make_cache, sampling, policy, batch_size)
 

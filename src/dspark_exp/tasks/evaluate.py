@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from dspark_exp.config import ExperimentConfig
+from dspark_exp.data.benchmarks import Prompt
 from dspark_exp.data.rendering import render_prompt
-from dspark_exp.data.sources import Prompt
 from dspark_exp.decoding import Clock, Generation, Request, SpeculativeLoop
 from dspark_exp.metrics import AcceptanceByPosition, AcceptedLength, SurvivalCalibration, interval, resampled_ratios
 from dspark_exp.targets import Target

@@ -175,7 +175,9 @@ def _model_config(config: TinyTargetConfig, tokenizer: Any) -> Qwen3Config:
 
 def _render(tokenizer: Any, item: Sample) -> Row:
     messages = [{"role": "user", "content": item.prompt}, {"role": "assistant", "content": item.answer}]
-    return render_conversation(tokenizer, messages, {tokenizer.eos_token_id}, domain=item.domain, source=item.benchmark)
+    stop = {tokenizer.eos_token_id}
+    (row,) = render_conversation(tokenizer, messages, stop, domain=item.domain, source=item.benchmark)
+    return row
 
 
 def _collate(rows: list[Row], pad_id: int) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
 
 from dspark_exp.config import ExperimentConfig, flattened, job_key
-from dspark_exp.data.sources import Prompt
+from dspark_exp.data.benchmarks import Prompt
 from dspark_exp.errors import CheckpointError
 from dspark_exp.reports import merged, pooled_by_domain, print_table
 from dspark_exp.targets import Target
@@ -28,7 +28,7 @@ from dspark_exp.tasks.building import (
     precision_of,
 )
 from dspark_exp.tasks.evaluate import Evaluation, draft_lengths, evaluate
-from dspark_exp.tasks.prepare_data import PreparedData, prepare_data
+from dspark_exp.tasks.prepare_data import PreparedData, compute_of, prepare_data
 from dspark_exp.tasks.provenance import provenance
 from dspark_exp.tracking import JobTracker
 from dspark_exp.training import DrafterData, DrafterModule, Optimization
@@ -123,7 +123,7 @@ def _module(config: ExperimentConfig, target: Target, drafter: Any) -> DrafterMo
         config,
         drafter,
         optimization=optimization,
-        compute_features=target.features,
+        compute_features=compute_of(config, target),
         draft_loop=lambda network, prompts: draft_lengths(config, target, network, prompts),
     )
     return module
