@@ -4,7 +4,7 @@ EXTRA_PIP ?=
 BIN := .venv/bin
 RUN := $(BIN)/python -m dspark_exp
 
-.PHONY: table1 test lint mlflow-ui clean
+.PHONY: table1 test lint interop mlflow-ui clean
 
 .venv/installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -24,6 +24,13 @@ lint: .venv/installed     ## format, lint, types, import rules
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+interop:                  ## exports read by the speculators package, in an environment of its own
+	test -x .venv-interop/bin/python || $(PYTHON) -m venv .venv-interop
+	.venv-interop/bin/python -m pip install -q $(EXTRA_PIP) -e ".[dev,interop]"
+	@# its torchvision and torchaudio wheels do not match a CPU build of torch, and nothing here needs them
+	.venv-interop/bin/python -m pip uninstall -q -y torchvision torchaudio
+	.venv-interop/bin/python -m pytest tests/interop $(ARGS)
 
 mlflow-ui: .venv/installed ## compare runs at http://127.0.0.1:5000
 	$(BIN)/mlflow ui --backend-store-uri sqlite:///outputs/mlflow.db --host 127.0.0.1 --port 5000

@@ -99,14 +99,14 @@ class Target:
 
     def fingerprint(self) -> dict[str, Any]:
         """What a stored feature or response depends on: weights, tokenizer, template, taps."""
-        template = self.tokenizer.chat_template or ""
+        vocabulary = self.tokenizer.get_vocab() if self.tokenizer is not None else {}
         return {
             "target": self.facts.name,
             "revision": self.revision,
             "layer_ids": list(self.facts.layer_ids),
             "dtype": str(self.dtype).removeprefix("torch."),
-            "template_sha256": _sha(template),
-            "tokenizer_sha256": _sha(json.dumps(sorted(self.tokenizer.get_vocab().items()))),
+            "template_sha256": _sha(getattr(self.tokenizer, "chat_template", None) or ""),
+            "tokenizer_sha256": _sha(json.dumps(sorted(vocabulary.items()))),
         }
 
     def _capture(self, layer_id: int) -> Any:

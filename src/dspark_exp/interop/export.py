@@ -1,0 +1,224 @@
+"""Write a drafter for a reader, read it back independently, and say in a manifest what each convention is.
+
+In: a drafter, its target, a folder. Out: config.json, weights, manifest, calibration file, a one-batch golden file.
+An export that does not read back to the same logits fails and leaves no folder behind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from dspark_exp.errors import CheckpointError
+from dspark_exp.interop.checkpoint_files import SHARD_BYTES, write_tensors
+from dspark_exp.interop.layouts import SHARED, Layout, layout_for, rounded
+from dspark_exp.interop.minimal_reader import Draft, MinimalReader
+from dspark_exp.targets import RaggedKVCache, Target
+
+_TOLERANCE = 1e-3  # of logits; float32 sums in two orders differ by about 1e-5
+_CONTEXT = 24
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Where the export lies and what was measured when it was read back."""
+
+    folder: Path
+    max_logit_error: float
+    manifest: dict[str, Any]
+
+
+def export_drafter(
+    drafter: nn.Module,
+    target: Target,
+    folder: Path,
+    *,
+    reader: str,
+    dtype: torch.dtype = torch.bfloat16,
+    shard_bytes: int = SHARD_BYTES,
+    source: str = "",
+    model_card: str = "",
+) -> Exported:
+    """Write, verify, describe.
+
+    Raises:
+        CheckpointError: the reader cannot read this drafter (with the reason), the folder exists, or what was written
+            does not read back to the same tokens and logits.
+    """
+    layout = layout_for(reader, drafter, target)
+    if folder.exists():
+        raise CheckpointError(f"{folder} exists; give another export.dir or remove it.")
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    config = layout.config | {"dtype": str(dtype).removeprefix("torch.")}
+    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    write_tensors(rounded(layout, dtype), partial, shard_bytes)
+    error, golden = _read_back(partial, drafter, target, dtype)
+    save_file(golden, partial / "golden.safetensors")
+    if getattr(drafter, "confidence_head", None) is not None:
+        (partial / "sts.json").write_text(json.dumps(_identity_calibration(int(drafter.block_size)), indent=2) + "\n")  # type: ignore[arg-type]
+    if model_card:
+        (partial / "README.md").write_text(model_card)
+    manifest = _manifest(layout, drafter, target, reader, config, error, source)
+    manifest["files_sha256"] = {path.name: _sha256(path) for path in sorted(partial.iterdir())}
+    (partial / "export_manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+    partial.replace(folder)
+    return Exported(folder, error, manifest)
+
+
+class _GreedyRecorder:
+    """A sampler that takes the most likely token and keeps the logits it saw."""
+
+    def __init__(self) -> None:
+        self.logits: list[Tensor] = []
+
+    def probs(self, logits: Tensor) -> Tensor:
+        self.logits.append(logits)
+        return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).to(logits.dtype)
+
+    def draw(self, probs: Tensor, uniform: Tensor) -> Tensor:
+        return probs.argmax(-1)
+
+
+@torch.no_grad()
+def draft_greedily(drafter: Any, target: Target, ids: list[int]) -> Draft:
+    """One greedy block of our own drafter after ``ids``, through its decoding path."""
+    anchor = len(ids) - 1
+    tokens = torch.tensor([ids], device=target.device)
+    taps, _ = target.features(tokens[:, :-1], torch.ones_like(tokens[:, :-1]))
+    layers, kv_heads, width = drafter.cache_geometry()
+    store = RaggedKVCache([(kv_heads, width)] * layers, 1, anchor + drafter.block_size, torch.float32, target.device)
+    carry = drafter.extend(store, [0], [0], [anchor], taps[0], tokens[0, 1:])
+    sampler, uniform = _GreedyRecorder(), torch.zeros(1, drafter.block_size, device=target.device)
+    proposal = drafter.propose(store, [0], [anchor], tokens[:, -1], carry, sampler, uniform)
+    logits = torch.cat([part.reshape(-1, part.shape[-1]) for part in sampler.logits])
+    confidence = None if proposal.confidence is None else proposal.confidence[0].logit().cpu()
+    return Draft(proposal.tokens[0].tolist(), logits.cpu(), confidence)
+
+
+@torch.no_grad()
+def _read_back(folder: Path, drafter: nn.Module, target: Target, dtype: torch.dtype) -> tuple[float, dict[str, Tensor]]:
+    """Largest logit error of the independent reader over two prompts, and the golden batch.
+
+    Raises:
+        CheckpointError: other tokens, logits or confidences than our own drafter with equally rounded weights.
+    """
+    kept = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+    was_training = drafter.training
+    drafter.eval()
+    drafter.load_state_dict({name: tensor.to(dtype).to(tensor.dtype) for name, tensor in kept.items()})
+    head = target.head
+    reader = MinimalReader(folder, head.embedding.weight.cpu(), head.lm_head.weight.cpu())
+    generator = torch.Generator().manual_seed(0)
+    usable = target.facts.num_usable_tokens
+    worst = 0.0
+    golden: dict[str, Tensor] = {}
+    try:
+        for number in range(2):
+            ids = torch.randint(0, usable, (_CONTEXT + 1,), generator=generator).tolist()
+            ours = draft_greedily(drafter, target, ids)
+            states = _plain_hidden_states(target, ids[:-1])
+            theirs = reader.draft(states, ids)
+            worst = max(worst, _difference(ours, theirs, usable))
+            golden |= {
+                f"{number}.input_ids": torch.tensor(ids),
+                f"{number}.draft_tokens": torch.tensor(theirs.tokens),
+                f"{number}.draft_logits": theirs.logits,
+            }
+    finally:
+        drafter.load_state_dict(kept)
+        drafter.train(was_training)
+    return worst, golden
+
+
+def _plain_hidden_states(target: Target, ids: list[int]) -> list[Tensor]:
+    """[S, d] of every layer from Transformers itself, not from our taps."""
+    tokens = torch.tensor([ids], device=target.device)
+    states = target.model(tokens, output_hidden_states=True, use_cache=False).hidden_states
+    return [state[0].cpu() for state in states]
+
+
+def _difference(ours: Draft, theirs: Draft, usable: int) -> float:
+    error = float((ours.logits[:, :usable] - theirs.logits[:, :usable]).abs().max())
+    if ours.confidence is not None:
+        if theirs.confidence is None:
+            raise CheckpointError("The export reads back without its confidence head.")
+        error = max(error, float((ours.confidence - theirs.confidence).abs().max()))
+    scale = max(1.0, float(ours.logits[:, :usable].abs().max()))
+    if ours.tokens != theirs.tokens or error > _TOLERANCE * scale:
+        raise CheckpointError(
+            f"The export does not read back: drafted {theirs.tokens} instead of {ours.tokens}, logits off by "
+            f"{error:.2g}. Nothing was kept."
+        )
+    return error
+
+
+def _manifest(
+    layout: Layout,
+    drafter: nn.Module,
+    target: Target,
+    reader: str,
+    config: dict[str, Any],
+    error: float,
+    source: str,
+) -> dict[str, Any]:
+    facts = target.facts
+    uncalibrated = "sts.json holds temperatures of 1: not calibrated"
+    meaning = "0-based decoder layers, their output" if layout.offset == 0 else "1 + the 0-based decoder layer"
+    return {
+        "reader": reader,
+        "reader_status": "written after the reader's published field names; read back by an independent reader of "
+        "this package, not by the engine itself",
+        "drafter": type(drafter).__name__,
+        "algorithm": config.get("speculators_model_type") or config["architectures"][0],
+        "block_layout": "anchor first: gamma inputs (anchor and gamma-1 masks) give gamma draft tokens",
+        "num_speculative_tokens": int(drafter.block_size),  # type: ignore[arg-type]
+        "layer_ids": {
+            "decoder_layers": list(facts.layer_ids),
+            "written_as": layout.layer_ids,
+            "meaning": f"{meaning} = Transformers hidden_states[{'i + 1' if layout.offset == 0 else 'i'}]",
+        },
+        "mask_token_id": facts.mask_token_id,
+        "embedding_and_lm_head": {
+            name: f"in the file, {target.dtype}" if name in layout.tensors else "the target's" for name in SHARED
+        },
+        "dtype": config["dtype"],
+        "calibration": uncalibrated if getattr(drafter, "confidence_head", None) is not None else None,
+        "capacity_curve": None,
+        "target": target.fingerprint(),
+        "source": source,
+        "read_back": {"max_logit_error": error, "tolerance": _TOLERANCE},
+        "serve": layout.serve,
+        "notes": list(layout.notes),
+    }
+
+
+def _identity_calibration(block_size: int) -> dict[str, Any]:
+    """The calibration file that SGLang and TensorRT-LLM read, with temperatures that change nothing."""
+    ones = [1.0] * block_size
+    empty: list[float] = []
+    return {
+        "temperatures": ones,
+        "sts_temperatures": ones,
+        "dataset": "",
+        "num_samples": 0,
+        "ece_before": empty,
+        "ece_after": empty,
+    }
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 24):
+            digest.update(block)
+    return digest.hexdigest()
