@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import hydra
@@ -22,24 +23,27 @@ _QUIET = ("lightning.pytorch", "lightning.fabric", "httpx", "alembic", "mlflow")
 def run(composed: DictConfig) -> None:
     """Validate the config and hand over to its task."""
     from dspark_exp.config import resolved_dict, validated  # heavy imports after --help and --cfg are served
-    from dspark_exp.tasks import sweep
-    from dspark_exp.tasks.make_tiny_target import run_make_tiny_target
-    from dspark_exp.tasks.train_eval import Job, show, train_eval
+    from dspark_exp.tasks import estimate, export, inspect_data, make_tiny_target, prepare_data, sweep, train_eval
 
     for name in _QUIET:
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="lightning")
     config = validated(composed)
-    if config.task == "make_tiny_target":
-        run_make_tiny_target(config)
-    elif config.task == "train_eval":
-        job = Job(config, resolved_dict(composed))
-        if sweep.RECORDS_VARIABLE in os.environ:
-            sweep.recorded(job.folder.name, job.results_path, lambda: train_eval(job))
-        else:
-            show(train_eval(job))
+    job = train_eval.Job(config, resolved_dict(composed))
+    tasks: dict[str, Callable[[], object]] = {
+        "train_eval": lambda: train_eval.show(train_eval.train_eval(job)),
+        "prepare_data": lambda: prepare_data.run_prepare_data(config),
+        "inspect_data": lambda: inspect_data.run_inspect_data(config),
+        "estimate": lambda: estimate.run_estimate(config),
+        "export": lambda: export.run_export(job),
+        "make_tiny_target": lambda: make_tiny_target.run_make_tiny_target(config),
+    }
+    if config.task not in tasks:
+        raise ConfigError(f"task={config.task!r} is unknown; choose from {', '.join(tasks)}.")
+    if config.task == "train_eval" and sweep.RECORDS_VARIABLE in os.environ:
+        sweep.recorded(job.folder.name, job.results_path, lambda: train_eval.train_eval(job))
     else:
-        raise ConfigError(f"task={config.task!r} is unknown; choose from train_eval, make_tiny_target.")
+        tasks[config.task]()
 
 
 def _guarded(composed: DictConfig) -> None:

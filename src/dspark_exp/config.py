@@ -54,6 +54,7 @@ class DrafterConfig:
     """A drafter: the network, its objective, and the LightningModule that trains it."""
 
     name: str
+    init_from: str | None  # folder or hub id of a released checkpoint to start from; null = random weights
     network: dict[str, Any]
     objective: dict[str, Any]
     module: str
@@ -148,6 +149,24 @@ class TrackingConfig:
 
 
 @dataclass
+class ExportConfig:
+    """What ``task=export`` writes."""
+
+    to: str  # deepspec | speculators | vllm | sglang
+    dir: str | None  # null = export-<to> in the job's folder
+    dtype: str  # float32 | bfloat16
+    shard_gb: float  # gigabytes a weight file
+    checkpoint: str | None  # a .ckpt of this drafter; null = the finished job of the same options
+
+
+@dataclass
+class InspectConfig:
+    """What ``task=inspect_data`` prints."""
+
+    num_rows: int  # rows shown token by token
+
+
+@dataclass
 class PathsConfig:
     """Folders, relative to where the command is typed."""
 
@@ -172,11 +191,13 @@ class ExperimentConfig:
     evaluation: EvaluationConfig
     policy: dict[str, Any]
     tracking: TrackingConfig
+    export: ExportConfig
+    inspect: InspectConfig
     paths: PathsConfig
     tiny_target: dict[str, Any] = field(default_factory=dict)
 
 
-_NOT_NUMBERS = ("paths", "tracking", "experiment", "task", "tiny_target")
+_NOT_NUMBERS = ("paths", "tracking", "experiment", "task", "tiny_target", "export", "inspect")
 
 
 def validated(composed: DictConfig) -> ExperimentConfig:
@@ -238,12 +259,12 @@ def _check_ranges(config: ExperimentConfig) -> None:
         "data.num_validation": config.data.num_validation,
         "trainer.batch_size": config.trainer.batch_size,
         "trainer.num_anchors": config.trainer.num_anchors,
-        "trainer.max_steps": config.trainer.max_steps,
         "trainer.accumulate": config.trainer.accumulate,
         "trainer.validate_every_steps": config.trainer.validate_every_steps,
         "benchmark.num_prompts": config.benchmark.num_prompts,
         "benchmark.max_new_tokens": config.benchmark.max_new_tokens,
         "evaluation.batch_size": config.evaluation.batch_size,
+        "inspect.num_rows": config.inspect.num_rows,
         "data.server_concurrency": config.data.server_concurrency,
     }
     for name, value in at_least_one.items():
@@ -264,5 +285,11 @@ def _check_ranges(config: ExperimentConfig) -> None:
         raise ConfigError("data.source=hub needs data.hub.id=<data set id>.")
     if config.features.mode == "stored" and (config.features.batch_size or 0) < 1:
         raise ConfigError(f"features.batch_size={config.features.batch_size}: expected at least 1.")
+    if config.trainer.max_steps < 0:
+        raise ConfigError(f"trainer.max_steps={config.trainer.max_steps}: expected at least 0.")
+    if config.task == "train_eval" and config.trainer.max_steps == 0 and config.drafter.init_from is None:
+        raise ConfigError(
+            "trainer.max_steps=0 evaluates a drafter as it is: say which with drafter.init_from=<folder>."
+        )
     if not 0 <= config.data.max_dropped <= 1:
         raise ConfigError(f"data.max_dropped={config.data.max_dropped}: expected a share from 0 to 1.")

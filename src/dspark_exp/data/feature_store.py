@@ -130,6 +130,7 @@ def build_feature_store(
         folder = root / hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:16]
         if not (folder / "index.json").exists():
             make_room(root, folder, num_bytes, int(max_gb * _GB))
+    _check_free_disk(folder, num_bytes)
     check_manifest(folder / "manifest.json", manifest, "features.dir")
     if corrupt := _corrupt_shards(folder):
         log.warning("Corrupt feature shards, computed again: %s", ", ".join(str(path) for path in corrupt))
@@ -206,6 +207,19 @@ def pad_ids(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Te
         ids[index, : len(sequence)] = torch.tensor(list(sequence))
         mask[index, : len(sequence)] = 1
     return ids, mask
+
+
+def _check_free_disk(folder: Path, num_bytes: int) -> None:
+    if (folder / "index.json").exists():
+        return
+    place = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    written = sum(path.stat().st_size for path in folder.glob("shard-*")) if folder.exists() else 0
+    free = shutil.disk_usage(place).free
+    if num_bytes - written > free:
+        raise ConfigError(
+            f"Stored features need {(num_bytes - written) / _GB:.1f} GB more, {place} has {free / _GB:.1f} GB free: "
+            "take another disk (paths.cache or features.dir), or features=bounded or online."
+        )
 
 
 def make_room(root: Path, wanted: Path, num_bytes: int, max_bytes: int) -> None:

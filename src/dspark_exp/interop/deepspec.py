@@ -90,16 +90,18 @@ def read_drafter(location: str | Path, target: Target) -> nn.Module:
     config = read_config(location)
     _check_target(config, target, location)
     drafter = _build(config, target)
-    load_weights(drafter, config.kind, location, target)
+    load_weights(drafter, location, target)
     return drafter.to(target.device)
 
 
-def load_weights(drafter: nn.Module, kind: str, location: str | Path, target: Target) -> None:
+def load_weights(drafter: nn.Module, location: str | Path, target: Target) -> None:
     """Fill a drafter of the checkpoint's own shape; see ``read_drafter`` for what is refused."""
+    config = read_config(location)
+    _check_target(config, target, location)
     weights = read_tensors(resolve(location))
     _check_shared(weights, target, location)
     wanted = drafter.state_dict()
-    found = {_our_name(name, kind): tensor for name, tensor in weights.items() if name not in SHARED}
+    found = {_our_name(name, config.kind): tensor for name, tensor in weights.items() if name not in SHARED}
     missing, unexpected = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     shapes = [n for n in sorted(wanted.keys() & found.keys()) if wanted[n].shape != found[n].shape]
     for label, names in (("lacks", missing), ("has the unexpected", unexpected), ("has another shape for", shapes)):

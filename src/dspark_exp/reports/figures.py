@@ -70,7 +70,7 @@ def position_figure(report: dict[str, Any], path: Path) -> None:
 
 def learning_figure(report: dict[str, Any], path: Path) -> None:
     """Accepted length of the real draft loop on held-out prompts while training, one panel a domain."""
-    curves = {name: entry["learning_curve"] for name, entry in report["training"].items()}
+    curves = {name: entry["learning_curve"] for name, entry in report["training"].items() if entry["learning_curve"]}
     keys = sorted({key for curve in curves.values() for point in curve for key in point if key.startswith("tau/")})
     domains = [d for d in ("math", "code", "chat") if f"tau/{d}" in keys] or [k.removeprefix("tau/") for k in keys]
     figure, axes = plt.subplots(1, len(domains), figsize=(4.2 * len(domains), 3.6), sharey=True, squeeze=False)

@@ -27,9 +27,7 @@ def report_markdown(report: dict[str, Any]) -> str:
         "## Conditional acceptance by position",
         "![Conditional acceptance by position](position.png)",
         _position_table(report["rows"]),
-        "## Learning curves",
-        "![Learning curves](learning.png)",
-        "The real draft loop on held-out prompts during training; the checkpoint with the best `val/tau` is evaluated.",
+        _learning(report),
         _confidence(report["rows"]),
         "## Speed",
         _speed_table(report["rows"]),
@@ -39,6 +37,15 @@ def report_markdown(report: dict[str, Any]) -> str:
         _paper_table(),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _learning(report: dict[str, Any]) -> str:
+    if not any(entry["learning_curve"] for entry in report["training"].values()):
+        return ""
+    return (
+        "## Learning curves\n\n![Learning curves](learning.png)\n\n"
+        "The real draft loop on held-out prompts during training; the checkpoint with the best `val/tau` is evaluated."
+    )
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -155,12 +162,9 @@ def _training(report: dict[str, Any]) -> str:
             ]
         )
     header = ["drafter", "trained parameters", "steps", "lr", "sequences x anchors a step", "training time"]
-    train = data["train"]
     ramps = {trainer["objective_ramp"] for trainer in trainers.values()}
     notes = [
-        f"Data: {train['rows']:,} conversations, {train['supervised_tokens']:,} supervised tokens of "
-        f"{train['tokens']:,}, by domain {train['rows_by_domain']}; replies {data['replies']}. "
-        f"Dropped rows: {train['dropped'] or 'none'}.",
+        _data_note(data),
         "Every drafter got the same data, steps, batch, learning-rate rule and selection. Eagle3 trains every "
         "position of a sequence, the block drafters the anchors drawn each step.",
         f"Objective: DSpark's weights come in over the first {max(ramps):.0%} of training, cross-entropy before that "
@@ -177,9 +181,22 @@ def _training(report: dict[str, Any]) -> str:
     return _table(header, body) + "\n\n" + "\n".join(f"- {note}" for note in notes)
 
 
+def _data_note(data: dict[str, Any]) -> str:
+    train = data.get("train")
+    if train is None:
+        return "Data: none; the drafters were evaluated as given."
+    return (
+        f"Data: {train['rows']:,} conversations, {train['supervised_tokens']:,} supervised tokens of "
+        f"{train['tokens']:,}, by domain {train['rows_by_domain']}; replies {data['replies']}. "
+        f"Dropped rows: {train['dropped'] or 'none'}."
+    )
+
+
 def _passes(report: dict[str, Any]) -> str:
     """How often the training data was seen, beside the paper's 10 epochs of Open-PerfectBlend (section 4.1)."""
     origin = report["provenance"]
+    if "train" not in origin["data"]:
+        return ""
     rows = origin["data"]["train"]["rows"]
     passes = {
         round(entry["steps"] * trainer["batch_size"] * trainer["accumulate"] / rows, 1)

@@ -1,16 +1,29 @@
 """The frozen target model: adapter, supported families, ragged key/value cache."""
 
-from dspark_exp.targets.adapter import Target, load_target, target_of
+from dspark_exp.targets.adapter import (
+    Target,
+    load_target,
+    location_of,
+    read_target_config,
+    read_tokenizer,
+    target_of,
+)
+from dspark_exp.targets.families import Architecture, read_architecture
 from dspark_exp.targets.layers import default_layer_ids, resolve_layer_ids
 from dspark_exp.targets.ragged import RaggedKVCache
 from dspark_exp.targets.vocabulary import VocabSpec, turn_end_id
 
 __all__ = [
+    "Architecture",
     "RaggedKVCache",
     "Target",
     "VocabSpec",
     "default_layer_ids",
     "load_target",
+    "location_of",
+    "read_architecture",
+    "read_target_config",
+    "read_tokenizer",
     "resolve_layer_ids",
     "target_of",
     "turn_end_id",

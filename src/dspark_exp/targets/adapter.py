@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as hf_logging
 
 from dspark_exp.contracts import FrozenHead, TargetFacts
@@ -23,7 +23,7 @@ from dspark_exp.errors import ConfigError, TargetError
 from dspark_exp.targets import ragged
 from dspark_exp.targets.families import read_architecture, text_body
 from dspark_exp.targets.layers import resolve_layer_ids
-from dspark_exp.targets.vocabulary import VocabSpec, read_vocabulary
+from dspark_exp.targets.vocabulary import VocabSpec, read_vocabulary, stop_ids_of
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ragged.register()
@@ -140,17 +140,42 @@ def load_target(
     if dtype not in _DTYPES:
         raise ConfigError(f"target.dtype={dtype!r} is unknown; choose from {', '.join(_DTYPES)}.")
     hf_logging.disable_progress_bar()
-    location = str(files("dspark_exp").joinpath("assets/tiny_target")) if path == "embedded" else path
+    location = location_of(path)
     config = read_target_config(location)
     num_layers = read_architecture(config).num_layers
     ids = resolve_layer_ids(layer_ids, num_layers, num_feature_layers)
-    tokenizer = AutoTokenizer.from_pretrained(location)
-    if tokenizer.chat_template is None:
-        raise TargetError(f"The tokenizer of {location} has no chat template; add one (tokenizer.chat_template).")
+    tokenizer = _tokenizer(location)
     model: Any = AutoModelForCausalLM.from_pretrained(location, dtype=_DTYPES[dtype], attn_implementation=ragged.RAGGED)
     vocabulary = read_vocabulary(model, tokenizer, mask_token_id)
     revision = _revision(Path(location), model)
     return target_of(name, model.to(device=device), tokenizer, layer_ids=ids, vocabulary=vocabulary, revision=revision)
+
+
+def location_of(path: str) -> str:
+    """The folder of the embedded target, or the folder or hub id that was given."""
+    return str(files("dspark_exp").joinpath("assets/tiny_target")) if path == "embedded" else path
+
+
+def read_tokenizer(path: str) -> tuple[Any, tuple[int, ...]]:
+    """Tokenizer and end tokens of a target whose weights are not needed.
+
+    Raises:
+        TargetError: nothing readable there, or no chat template.
+    """
+    location = location_of(path)
+    config, tokenizer = read_target_config(location), _tokenizer(location)
+    try:
+        generation = GenerationConfig.from_pretrained(location)
+    except OSError:
+        generation = None  # many checkpoints have none
+    return tokenizer, stop_ids_of(tokenizer, config, generation)
+
+
+def _tokenizer(location: str) -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(location)
+    if tokenizer.chat_template is None:
+        raise TargetError(f"The tokenizer of {location} has no chat template; add one (tokenizer.chat_template).")
+    return tokenizer
 
 
 def read_target_config(location: str) -> Any:

@@ -59,7 +59,7 @@ class VocabSpec:
 def read_vocabulary(model: Any, tokenizer: Any, mask_token_id: int | None) -> VocabSpec:
     """Sizes and ids; a mask id that is not given is the tokenizer's, else a row that text never uses."""
     rows = model.get_input_embeddings().weight.shape[0]
-    stop_ids = _stop_ids(model, tokenizer)
+    stop_ids = stop_ids_of(tokenizer, model.config, model.generation_config)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(stop_ids), 0)
     mask = mask_token_id if mask_token_id is not None else tokenizer.mask_token_id
     if mask is None:
@@ -94,12 +94,13 @@ def _unused_token_id(tokenizer: Any, rows: int, busy: set[int | None]) -> int:
     return max(spare)
 
 
-def _stop_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+def stop_ids_of(tokenizer: Any, config: Any, generation_config: Any) -> tuple[int, ...]:
+    """End tokens: the union of what the tokenizer, both configs and the chat template's turn end say."""
     found: set[int] = set()
     declared = (
         tokenizer.eos_token_id,
-        model.generation_config.eos_token_id,
-        model.config.get_text_config(decoder=True).eos_token_id,
+        getattr(generation_config, "eos_token_id", None),
+        config.get_text_config(decoder=True).eos_token_id,
         turn_end_id(tokenizer),
     )
     for source in declared:

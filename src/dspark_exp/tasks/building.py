@@ -17,6 +17,7 @@ from dspark_exp.data import language
 from dspark_exp.data.benchmarks import BenchmarkSpec, HubSource, Prompt, benchmark_prompts, synthetic_prompts
 from dspark_exp.decoding import Sampling, SpeculativeLoop, VerificationPolicy
 from dspark_exp.errors import ConfigError
+from dspark_exp.interop import load_weights, read_config
 from dspark_exp.targets import RaggedKVCache, Target, load_target
 
 log = logging.getLogger(__name__)
@@ -88,11 +89,45 @@ def as_settings(cls: type[Settings], spec: dict[str, Any], where: str) -> Settin
 
 
 def build_drafter(config: ExperimentConfig, target: Target) -> nn.Module:
-    """The untrained drafter, initialised from the run's seed."""
+    """The drafter before training: initialised from the run's seed, or with the weights of ``drafter.init_from``.
+
+    Raises:
+        ConfigError: the checkpoint has another shape than ``drafter.network``; the message says what to set.
+        CheckpointError: it cannot be read or does not fit this target.
+    """
     torch.manual_seed(config.seed)
     head: FrozenHead = target.head
     drafter: nn.Module = construct(config.drafter.network, "drafter.network", target.facts, head)
+    location = config.drafter.init_from
+    if location is not None:
+        _check_shape(drafter, location)
+        load_weights(drafter, location, target)
+        log.info("Drafter weights from %s", location)
     return drafter.to(target.device)
+
+
+def _check_shape(drafter: Any, location: str) -> None:
+    """Compare a drafter with a checkpoint's config before its tensors are compared one by one."""
+    stored = read_config(location)
+    if (stored.kind == "eagle3") != drafter.autoregressive:
+        raise ConfigError(f"drafter.init_from={location} holds {stored.kind}; choose drafter={stored.kind}.")
+    ours: dict[str, Any] = {"block_size": drafter.block_size}
+    theirs: dict[str, Any] = {"block_size": stored.block_size}
+    if stored.kind != "eagle3":
+        head = drafter.markov_head
+        ours |= {
+            "num_layers": drafter.num_layers,
+            "head": drafter.head_kind,
+            "head_rank": head.rank if head is not None else 0,
+            "confidence_head": drafter.confidence_head is not None,
+        }
+        theirs |= {name: getattr(stored, name) for name in ours if name != "block_size"}
+    changed = [
+        f"drafter.network.{name}={theirs[name]} (now {ours[name]})" for name in ours if ours[name] != theirs[name]
+    ]
+    if changed:
+        hint = f" (drafter=dspark_{stored.head} has that head)" if ours.get("head") != theirs.get("head") else ""
+        raise ConfigError(f"drafter.init_from={location} has another shape; set {', '.join(changed)}{hint}.")
 
 
 def build_sampling(config: SamplingConfig) -> Sampling:

@@ -13,6 +13,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
+from torch import nn
 
 from dspark_exp.config import ExperimentConfig, flattened, job_key
 from dspark_exp.data.benchmarks import Prompt
@@ -54,7 +55,10 @@ class Job:
 
 
 def train_eval(job: Job) -> dict[str, Any]:
-    """Train, select by ``val/tau``, evaluate, write ``results.json``. A finished job is read back, not repeated."""
+    """Train, select by ``val/tau``, evaluate, write ``results.json``. A finished job is read back, not repeated.
+
+    With ``trainer.max_steps=0`` the drafter of ``drafter.init_from`` is evaluated as it is.
+    """
     if job.results_path.exists():
         log.info("%s is finished already: %s", job.config.drafter.name, job.results_path)
         return dict(json.loads(job.results_path.read_text()))
@@ -67,10 +71,11 @@ def train_eval(job: Job) -> dict[str, Any]:
     module = _module(config, target, drafter)
     job.folder.mkdir(parents=True, exist_ok=True)
     (job.folder / "config.json").write_text(json.dumps(job.plain, indent=1))
-    data = prepare_data(config, target)
+    is_trained = config.trainer.max_steps > 0
+    data = prepare_data(config, target) if is_trained else None
     prepared_s = time.perf_counter() - started
     with _tracker(job) as tracker:
-        training = _train(job, target, module, data, tracker)
+        training = _train(job, target, module, data, tracker) if data is not None else _as_given(module)
         evaluation = evaluate(config, target, drafter, benchmarks)
         results = _results(job, target, data, training, evaluation, _prompt_hashes(benchmarks))
         results["seconds"] = {**training["seconds"], "prepare": prepared_s, "total": time.perf_counter() - started}
@@ -112,7 +117,7 @@ def _module(config: ExperimentConfig, target: Target, drafter: Any) -> DrafterMo
     wanted = config.trainer
     optimization = Optimization(
         wanted.lr,
-        wanted.max_steps,
+        max(1, wanted.max_steps),
         wanted.warmup_ratio,
         wanted.head_lr_scale,
         wanted.weight_decay,
@@ -167,7 +172,7 @@ def _train(
     trainer.fit(module, data, ckpt_path=last if last.exists() else None, weights_only=True)
     seconds = time.perf_counter() - started
     chosen = Path(best.best_model_path or last)
-    selected = load_drafter(chosen, module)
+    selected = load_drafter(chosen, module.drafter)
     return {
         "seconds": {"train": seconds},
         "steps": trainer.global_step,
@@ -178,15 +183,29 @@ def _train(
     }
 
 
-def load_drafter(path: Path, module: DrafterModule) -> int:
-    """Load a checkpoint's weights into a module; returns its step.
+def _as_given(module: DrafterModule) -> dict[str, Any]:
+    """The record of a drafter that was not trained here."""
+    return {
+        "seconds": {"train": 0.0},
+        "steps": 0,
+        "selected_step": 0,
+        "checkpoint": None,
+        "learning_curve": [],
+        "trainable_parameters": sum(p.numel() for p in module.drafter.parameters()),
+    }
+
+
+def load_drafter(path: Path, drafter: nn.Module) -> int:
+    """Load a training checkpoint's weights into a drafter; returns its step.
 
     Raises:
         CheckpointError: unreadable, or a tensor is missing or unexpected.
     """
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        module.load_state_dict(checkpoint["state_dict"], strict=True)
+        state = checkpoint["state_dict"]
+        prefix = "drafter."
+        drafter.load_state_dict({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
     except (OSError, RuntimeError, KeyError) as error:
         raise CheckpointError(f"Checkpoint {path} does not fit this drafter: {error}") from error
     return int(checkpoint["global_step"])
@@ -195,7 +214,7 @@ def load_drafter(path: Path, module: DrafterModule) -> int:
 def _results(
     job: Job,
     target: Target,
-    data: PreparedData,
+    data: PreparedData | None,
     training: dict[str, Any],
     evaluation: Evaluation,
     prompts_sha256: dict[str, str],
@@ -208,7 +227,7 @@ def _results(
         "job": job.folder.name,
         "rows": evaluation.rows,
         "training": training,
-        "provenance": provenance(config, target, data.provenance, prompts_sha256),
+        "provenance": provenance(config, target, data.provenance if data is not None else {}, prompts_sha256),
     }
 
 

@@ -1,0 +1,79 @@
+"""Recipe: write a trained drafter in the layout of a serving engine, and read it back before calling it done."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dspark_exp.errors import CheckpointError, ConfigError
+from dspark_exp.interop import Exported, export_drafter, layout_for
+from dspark_exp.reports.model_card import model_card
+from dspark_exp.tasks.building import build_drafter, open_target
+from dspark_exp.tasks.train_eval import Job, load_drafter
+
+log = logging.getLogger(__name__)
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_GB = 1e9
+
+
+def run_export(job: Job) -> Exported:
+    """Export the finished job of these same options, or ``export.checkpoint``, or ``drafter.init_from`` as it is.
+
+    Raises:
+        ConfigError: an unknown dtype or shard size. CheckpointError: nothing to export, or the reader cannot read it.
+    """
+    config, wanted = job.config, job.config.export
+    if wanted.dtype not in _DTYPES or wanted.shard_gb <= 0:
+        raise ConfigError(
+            f"export.dtype={wanted.dtype!r} must be one of {', '.join(_DTYPES)} and export.shard_gb={wanted.shard_gb} "
+            "above 0."
+        )
+    target = open_target(config)
+    drafter = build_drafter(config, target).eval()
+    results = _results(job)
+    source = _load_weights(job, drafter, results)
+    folder = Path(wanted.dir) if wanted.dir is not None else job.folder / f"export-{wanted.to}"
+    layout = layout_for(wanted.to, drafter, target)  # a refusal comes before anything is written
+    card = model_card(config.drafter.name, config.target.name, wanted.to, layout.serve, results, layout.notes)
+    done = export_drafter(
+        drafter,
+        target,
+        folder,
+        reader=wanted.to,
+        dtype=_DTYPES[wanted.dtype],
+        shard_bytes=int(wanted.shard_gb * _GB),
+        source=source,
+        model_card=card,
+    )
+    log.info("Exported for %s: %s (read back, logits within %.1e)", wanted.to, folder, done.max_logit_error)
+    log.info("Serve with: %s", layout.serve.replace("DIR", str(folder)).replace("TARGET", config.target.path))
+    return done
+
+
+def _results(job: Job) -> dict[str, Any] | None:
+    """The metric sheet of the finished job, if it is what is exported."""
+    if job.config.export.checkpoint is not None or not job.results_path.exists():
+        return None
+    return dict(json.loads(job.results_path.read_text()))
+
+
+def _load_weights(job: Job, drafter: Any, results: dict[str, Any] | None) -> str:
+    """Fill the drafter; returns where its weights came from."""
+    config = job.config
+    if config.export.checkpoint is not None:
+        path = Path(config.export.checkpoint)
+    elif results is not None and results["training"]["checkpoint"] is not None:
+        path = job.folder / "checkpoints" / results["training"]["checkpoint"]
+    elif config.drafter.init_from is not None:
+        return str(config.drafter.init_from)
+    else:
+        raise CheckpointError(
+            "Nothing to export: no finished job has these options. Train first (the same command without task=export), "
+            "or give export.checkpoint=<file.ckpt> or drafter.init_from=<folder or hub id>."
+        )
+    step = load_drafter(path, drafter)
+    return f"{job.folder.name}, step {step}"
