@@ -9,6 +9,7 @@ import torch
 from scipy.stats import chisquare
 
 from dspark_exp.decoding import Fixed, Full, Request, Sampling, SpeculativeLoop, Threshold
+from dspark_exp.drafters import BlockDrafter
 from dspark_exp.errors import ConfigError
 from dspark_exp.targets import Target
 from tests.conftest import BLOCK_SIZE, make_cache, make_drafter, random_target
@@ -164,3 +165,20 @@ def test_a_threshold_needs_a_confidence_head(target: Target) -> None:
 def test_a_fixed_length_must_fit_the_block(target: Target) -> None:
     with pytest.raises(ConfigError, match=r"within 0\.\.4"):
         _loop(target, "dflash", policy=Fixed(5))
+
+
+def test_top_k_of_one_is_greedy_at_any_temperature(target: Target) -> None:
+    drafter = make_drafter("dspark_markov", target)
+    loop = SpeculativeLoop(target, drafter, make_cache, Sampling(1.0, top_k=1), batch_size=3)
+    for prompt, generation in zip(PROMPTS, loop.run([Request(p, 10, seed=3) for p in PROMPTS]), strict=True):
+        assert generation.token_ids == _plain_greedy(target, prompt, 10)
+
+
+def test_a_confidence_head_works_without_a_markov_head(target: Target) -> None:
+    torch.manual_seed(0)
+    drafter = BlockDrafter(target.facts, target.head, 2, BLOCK_SIZE, head=None, confidence_head=True).eval()
+    assert not drafter.confidence_reads_markov
+    loop = SpeculativeLoop(target, drafter, make_cache, Sampling(0.0), Threshold(0.45), batch_size=2)
+    for prompt, generation in zip(PROMPTS, loop.run([Request(p, 10, seed=3) for p in PROMPTS]), strict=True):
+        assert generation.token_ids == _plain_greedy(target, prompt, 10)
+        assert all(len(r.confidence) == BLOCK_SIZE for r in generation.rounds)

@@ -157,3 +157,28 @@ def test_the_wheel_finds_its_configs_from_another_folder(tmp_path: Path) -> None
     done = _run(*FAST, cwd=tmp_path, code=code)
     assert done.returncode == 0, done.stderr
     assert "Accepted length" in done.stdout
+
+
+@pytest.mark.slow
+def test_folders_with_an_equals_sign_and_a_comma_train_and_resume(tmp_path: Path) -> None:
+    arguments = [*FAST, "paths.outputs='run=1,lr=a'", "trainer.max_steps=4"]
+    first = _run(*arguments, cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    (results,) = tmp_path.rglob("single/tiny/*/results.json")
+    results.unlink()  # as if killed after training: the same command goes on from its last checkpoint
+    again = _run(*arguments, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert results.exists()
+    assert results.is_relative_to(tmp_path / "run=1,lr=a")
+
+
+@pytest.mark.slow
+def test_data_is_inspected_and_a_run_estimated_before_any_work(tmp_path: Path) -> None:
+    row = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "of course"}]}
+    (tmp_path / "rows.jsonl").write_text("\n".join([json.dumps(row)] * 9))
+    data = ["data=jsonl", "data.path=rows.jsonl", "data.num_validation=2"]
+    for task, expected in (("inspect_data", "supervised tokens"), ("estimate", "this machine")):
+        done = _run(*FAST, *data, f"task={task}", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert expected in done.stdout
+    assert not list(tmp_path.rglob("*.ckpt"))

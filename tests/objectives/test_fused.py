@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dspark_exp.objectives import slot_losses
+from dspark_exp.contracts import FrozenHead, TargetFeatures
+from dspark_exp.data.anchors import draw_anchors
+from dspark_exp.drafters.block import BlockOutput
+from dspark_exp.objectives import BlockObjective, slot_losses
 
 M, U, V, D, R = 23, 9, 50, 8, 5
 
@@ -112,3 +115,27 @@ def test_nothing_live_gives_a_finite_zero_loss_and_zero_gradients() -> None:
     total.backward()
     assert total.item() == 0.0
     assert all(leaf.grad is not None and not leaf.grad.any() for leaf in leaves)
+
+
+def test_padded_vocabulary_rows_take_no_part_in_the_objective() -> None:
+    generator = torch.Generator().manual_seed(0)
+    embedding, padded_head = torch.nn.Embedding(V, D), torch.nn.Linear(D, V, bias=False)
+    real_head = torch.nn.Linear(D, V - 6, bias=False)
+    real_head.weight = torch.nn.Parameter(padded_head.weight[:-6].detach().clone())
+    ids = torch.randint(0, V - 6, (2, 12), generator=generator)
+    marks = torch.ones_like(ids, dtype=torch.bool)
+    final = torch.randn(2, 12, D, generator=generator)
+    features = TargetFeatures(ids, marks, torch.zeros(2, 12, D), final)
+    blocks = draw_anchors(ids, marks, 3, 4, generator)
+    hidden = torch.randn(2, 3, 4, D, generator=generator)
+    bias_features, bias_weight = torch.randn(2, 3, 4, R, generator=generator), torch.randn(V, R, generator=generator)
+    losses = []
+    for head, usable, weight in ((padded_head, V - 6, bias_weight), (real_head, None, bias_weight[:-6])):
+        output = BlockOutput(hidden, bias_features, weight, None)
+        frozen = FrozenHead(embedding, head, usable)
+        losses.append(BlockObjective(0.1, 0.9, 0.0)(output, blocks, features, frozen, 1.0, lambda x: x).loss)
+    torch.testing.assert_close(*losses)
+    everything = FrozenHead(embedding, padded_head)
+    output = BlockOutput(hidden, bias_features, bias_weight, None)
+    with_padding = BlockObjective(0.1, 0.9, 0.0)(output, blocks, features, everything, 1.0, lambda x: x).loss
+    assert (with_padding - losses[0]).abs().item() > 1e-3

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, MambaConfig
+from transformers import AutoConfig, GenerationConfig, MambaConfig
 
 from dspark_exp.decoding import Request, Sampling, SpeculativeLoop
 from dspark_exp.errors import ConfigError, TargetError
-from dspark_exp.targets import VocabSpec, turn_end_id
+from dspark_exp.targets import VocabSpec, check_target, turn_end_id
 from dspark_exp.targets.families import FAMILIES, read_architecture
+from dspark_exp.targets.vocabulary import stop_ids_of
 from tests.conftest import make_cache, make_drafter, random_model, random_target
 
 LENGTHS = (5, 17, 9, 12)
@@ -73,6 +74,22 @@ def test_ragged_greedy_decoding_equals_generate(family: str, drafter: str | None
         assert generation.token_ids == wanted
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_self_test_passes_a_right_target_and_names_a_wrong_layer(family: str) -> None:
+    target = random_target(family)
+    check_target(target)
+    right = target._taken
+
+    def wrong() -> Tensor:
+        taps = right()
+        taps[..., 32:64] = 0  # what a capture that forgets a layer gives
+        return taps
+
+    target._taken = wrong  # type: ignore[method-assign]
+    with pytest.raises(TargetError, match=r"the output of layer 1 differs.*cosine"):
+        check_target(target)
+
+
 def test_gemma4_facts_come_from_its_nested_config() -> None:
     facts = random_target("gemma4").facts
     assert facts.kv_by_layer == ((2, 8), (1, 16), (2, 8), (1, 16))
@@ -116,3 +133,10 @@ def test_vocabulary_facts_are_checked_in_one_place() -> None:
 
 def test_the_turn_end_of_the_template_is_a_stop_token(tiny, tmp_path: Path) -> None:
     assert turn_end_id(tiny.tokenizer) == tiny.tokenizer.eos_token_id
+
+
+def test_stop_tokens_are_the_union_of_everything_that_declares_one(tiny) -> None:
+    config = AutoConfig.for_model("gemma3_text", num_hidden_layers=1, eos_token_id=50)
+    generation = GenerationConfig(eos_token_id=[1, 106])
+    assert set(stop_ids_of(tiny.tokenizer, config, generation)) == {1, 50, 106, tiny.tokenizer.eos_token_id}
+    assert stop_ids_of(tiny.tokenizer, tiny.model.config, None) == tiny.facts.stop_ids

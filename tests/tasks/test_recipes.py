@@ -16,7 +16,7 @@ from dspark_exp.tasks.building import build_drafter, open_target
 from dspark_exp.tasks.estimate import estimate, measure_rows, on_meta, parameters, run_estimate
 from dspark_exp.tasks.export import run_export
 from dspark_exp.tasks.inspect_data import run_inspect_data
-from dspark_exp.tasks.prepare_data import run_prepare_data
+from dspark_exp.tasks.prepare_data import compute_of, run_prepare_data
 from dspark_exp.tasks.train_eval import Job, train_eval
 from tests.conftest import composed
 from tests.training.conftest import SMALL
@@ -58,6 +58,18 @@ def test_inspect_data_counts_every_row_and_shows_what_is_learned(capsys: pytest.
     summary = json.loads(Path("outputs/inspect_data.json").read_text())
     assert summary["rows"] + sum(summary["dropped"].values()) == len(ROWS) * 6 - 2  # two are held out
     assert sum(b["rows"] for b in summary["lengths"]) == summary["rows"]
+
+
+def test_features_of_other_settings_are_refused_by_name() -> None:
+    run_prepare_data(_config("features.dir=mine"))
+    with pytest.raises(DataError, match="max_length was 256, now 100"):
+        run_prepare_data(_config("features.dir=mine", "data.max_length=100"))
+    run_prepare_data(_config("features=bounded", "features.dir=rows"))
+    compute_of(_config("features=bounded", "features.dir=rows"), load_target("tiny", "embedded", num_feature_layers=3))
+    other = _config("features=bounded", "features.dir=rows", "target.layer_ids=[0,1]")
+    fewer_taps = load_target("tiny", "embedded", layer_ids=[0, 1])
+    with pytest.raises(DataError, match=r"layer_ids was \[1, 2, 3\], now \[0, 1\].*features\.dir"):
+        compute_of(other, fewer_taps)
 
 
 def test_too_many_dropped_rows_refuse_to_train() -> None:

@@ -11,6 +11,7 @@ from dspark_exp.targets.adapter import (
 from dspark_exp.targets.families import Architecture, read_architecture
 from dspark_exp.targets.layers import default_layer_ids, resolve_layer_ids
 from dspark_exp.targets.ragged import RaggedKVCache
+from dspark_exp.targets.self_test import check_target
 from dspark_exp.targets.vocabulary import VocabSpec, turn_end_id
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "RaggedKVCache",
     "Target",
     "VocabSpec",
+    "check_target",
     "default_layer_ids",
     "load_target",
     "location_of",

@@ -31,7 +31,7 @@ from dspark_exp.data.sources import (
     jsonl_conversations,
     language_conversations,
 )
-from dspark_exp.targets import Target
+from dspark_exp.targets import Target, check_target
 from dspark_exp.tasks.building import as_settings, open_target
 from dspark_exp.tasks.regenerate import regenerate
 
@@ -53,6 +53,7 @@ def prepare_data(config: ExperimentConfig, target: Target) -> PreparedData:
     """Everything that drafter training reads."""
     cache = Path(config.paths.cache)
     cache.mkdir(parents=True, exist_ok=True)
+    check_target(target)
     with FileLock(cache / "prepare.lock"):  # parallel jobs of a sweep wait for the first instead of repeating it
         train, held_out, dropped = conversations_of(config)
         corpus, origin = corpus_of(config, target, train, dropped)
