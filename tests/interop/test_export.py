@@ -110,7 +110,7 @@ def test_a_writer_that_is_off_by_one_layer_is_caught(targets, tmp_path: Path, mo
     target = targets["qwen3"]
     with pytest.raises(CheckpointError, match=r"does not read back.*Nothing was kept"):
         export_drafter(make_drafter("dspark_markov", target), target, tmp_path / "out", reader=reader)
-    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.iterdir())
 
 
 def test_dflash_travels_as_dspark_with_a_head_of_zeros(targets, tmp_path: Path) -> None:
@@ -222,3 +222,12 @@ def test_gemma3_and_unknown_readers_are_refused(tmp_path: Path) -> None:
         export_drafter(make_drafter("dflash", target), target, tmp_path / "out", reader="vllm")
     with pytest.raises(CheckpointError, match="deepspec, speculators, vllm, sglang"):
         export_drafter(make_drafter("dflash", target), target, tmp_path / "out", reader="gguf")
+
+
+def test_a_bfloat16_target_exports_without_a_tolerance_for_its_rounding(tmp_path: Path) -> None:
+    target = random_target("llama", vocab_size=40)
+    target.model.to(torch.bfloat16)
+    drafter = make_drafter("dspark_markov", target)
+    done = export_drafter(drafter, target, tmp_path / "out", reader="deepspec")
+    assert done.max_logit_error < 1e-3
+    assert load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"].dtype == torch.bfloat16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from dspark_exp.targets import Target
 from dspark_exp.tasks import regenerate as recipe
 from dspark_exp.tasks.regenerate import regenerate
 from tests.conftest import composed
+from tests.data.test_completion_server import FakeServer
 
 MANIFEST = {"revision": "a", "sampling": {"temperature": 1.0}}
 
@@ -91,3 +93,20 @@ def test_cut_empty_and_refused_replies_are_what_they_are(config, tiny, tmp_path:
     cut, whole = rows
     assert (cut.finished, cut.input_ids[-1]) == (False, 71)  # no end token is learned that was never produced
     assert (whole.finished, whole.input_ids[-1]) == (True, end)
+
+
+def test_a_server_may_answer_instead_of_the_target(tiny: Target, tmp_path: Path) -> None:
+    fake = FakeServer()
+    threading.Thread(target=fake.serve_forever, daemon=True).start()
+    try:
+        settings = validated(composed(f"data.server={fake.url}", "data.max_new_tokens=12"))
+        rows, dropped = regenerate(settings, tiny, CONVERSATIONS, tmp_path / "r.jsonl", MANIFEST)
+    finally:
+        fake.shutdown()
+        fake.server_close()
+    assert not dropped
+    prompts = [body["prompt"] for body in fake.bodies]
+    assert render_prompt(tiny.tokenizer, CONVERSATIONS[1].messages) in prompts  # our rendering, as token ids
+    assert len(prompts) == 3  # two turns of the first conversation, one of the second
+    assert {body["temperature"] for body in fake.bodies} == {1.0}
+    assert [row.input_ids[-1] for row in rows] == [tiny.facts.stop_ids[0]] * 2

@@ -6,10 +6,11 @@ An export that does not read back to the same logits fails and leaves no folder 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,19 +60,23 @@ def export_drafter(
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    config = layout.config | {"dtype": str(dtype).removeprefix("torch.")}
-    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    write_tensors(rounded(layout, dtype), partial, shard_bytes)
-    error, golden = _read_back(partial, drafter, target, dtype)
-    save_file(golden, partial / "golden.safetensors")
-    if getattr(drafter, "confidence_head", None) is not None:
-        (partial / "sts.json").write_text(json.dumps(_identity_calibration(int(drafter.block_size)), indent=2) + "\n")  # type: ignore[arg-type]
-    if model_card:
-        (partial / "README.md").write_text(model_card)
-    manifest = _manifest(layout, drafter, target, reader, config, error, source)
-    manifest["files_sha256"] = {path.name: _sha256(path) for path in sorted(partial.iterdir())}
-    (partial / "export_manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
-    partial.replace(folder)
+    try:
+        config = layout.config | {"dtype": str(dtype).removeprefix("torch.")}
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        write_tensors(rounded(layout, dtype), partial, shard_bytes)
+        error, golden = _read_back(partial, drafter, target, dtype)
+        save_file(golden, partial / "golden.safetensors")
+        if getattr(drafter, "confidence_head", None) is not None:
+            calibration = _identity_calibration(int(drafter.block_size))  # type: ignore[arg-type]
+            (partial / "sts.json").write_text(json.dumps(calibration, indent=2) + "\n")
+        if model_card:
+            (partial / "README.md").write_text(model_card)
+        manifest = _manifest(layout, drafter, target, reader, config, error, source)
+        manifest["files_sha256"] = {path.name: _sha256(path) for path in sorted(partial.iterdir())}
+        (partial / "export_manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+        partial.replace(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     return Exported(folder, error, manifest)
 
 
@@ -90,14 +95,19 @@ class _GreedyRecorder:
 
 
 @torch.no_grad()
-def draft_greedily(drafter: Any, target: Target, ids: list[int]) -> Draft:
-    """One greedy block of our own drafter after ``ids``, through its decoding path."""
+def draft_greedily(drafter: Any, target: Target, ids: list[int], taps: Tensor | None = None) -> Draft:
+    """One greedy block of our own drafter after ``ids``, through its decoding path.
+
+    Args:
+        taps: target features [len(ids) - 1, m*d] of the tokens before the last; null = the target computes them.
+    """
     anchor = len(ids) - 1
     tokens = torch.tensor([ids], device=target.device)
-    taps, _ = target.features(tokens[:, :-1], torch.ones_like(tokens[:, :-1]))
+    if taps is None:
+        taps = target.features(tokens[:, :-1], torch.ones_like(tokens[:, :-1]))[0][0]
     layers, kv_heads, width = drafter.cache_geometry()
     store = RaggedKVCache([(kv_heads, width)] * layers, 1, anchor + drafter.block_size, torch.float32, target.device)
-    carry = drafter.extend(store, [0], [0], [anchor], taps[0], tokens[0, 1:])
+    carry = drafter.extend(store, [0], [0], [anchor], taps, tokens[0, 1:])
     sampler, uniform = _GreedyRecorder(), torch.zeros(1, drafter.block_size, device=target.device)
     proposal = drafter.propose(store, [0], [anchor], tokens[:, -1], carry, sampler, uniform)
     logits = torch.cat([part.reshape(-1, part.shape[-1]) for part in sampler.logits])
@@ -105,41 +115,47 @@ def draft_greedily(drafter: Any, target: Target, ids: list[int]) -> Draft:
     return Draft(proposal.tokens[0].tolist(), logits.cpu(), confidence)
 
 
-@torch.no_grad()
 def _read_back(folder: Path, drafter: nn.Module, target: Target, dtype: torch.dtype) -> tuple[float, dict[str, Tensor]]:
     """Largest logit error of the independent reader over two prompts, and the golden batch.
 
     Raises:
         CheckpointError: other tokens, logits or confidences than our own drafter with equally rounded weights.
     """
-    kept = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
-    was_training = drafter.training
-    drafter.eval()
-    drafter.load_state_dict({name: tensor.to(dtype).to(tensor.dtype) for name, tensor in kept.items()})
     head = target.head
     reader = MinimalReader(folder, head.embedding.weight.cpu(), head.lm_head.weight.cpu())
+    ours = _rounded_copy(drafter, target, dtype)
     generator = torch.Generator().manual_seed(0)
     usable = target.facts.num_usable_tokens
     worst = 0.0
     golden: dict[str, Tensor] = {}
-    try:
-        for number in range(2):
-            ids = torch.randint(0, usable, (_CONTEXT + 1,), generator=generator).tolist()
-            ours = draft_greedily(drafter, target, ids)
-            states = _plain_hidden_states(target, ids[:-1])
-            theirs = reader.draft(states, ids)
-            worst = max(worst, _difference(ours, theirs, usable))
-            golden |= {
-                f"{number}.input_ids": torch.tensor(ids),
-                f"{number}.draft_tokens": torch.tensor(theirs.tokens),
-                f"{number}.draft_logits": theirs.logits,
-            }
-    finally:
-        drafter.load_state_dict(kept)
-        drafter.train(was_training)
+    for number in range(2):
+        ids = torch.randint(0, usable, (_CONTEXT + 1,), generator=generator).tolist()
+        states = _plain_hidden_states(target, ids[:-1])
+        taps = torch.cat([states[layer + 1] for layer in target.facts.layer_ids], dim=-1).float()
+        theirs = reader.draft(states, ids)
+        worst = max(worst, _difference(draft_greedily(ours, target, ids, taps.to(target.device)), theirs, usable))
+        golden |= {
+            f"{number}.input_ids": torch.tensor(ids),
+            f"{number}.draft_tokens": torch.tensor(theirs.tokens),
+            f"{number}.draft_logits": theirs.logits,
+        }
     return worst, golden
 
 
+def _rounded_copy(drafter: nn.Module, target: Target, dtype: torch.dtype) -> nn.Module:
+    """The drafter with its weights rounded as they are written, over a float32 copy of the target's LM head.
+
+    In float32 the comparison shows a wrong convention, not the rounding of a bfloat16 product.
+    """
+    head = target.head
+    embedding, lm_head = copy.deepcopy(head.embedding).float(), copy.deepcopy(head.lm_head).float()
+    wide = (replace(head, embedding=embedding, lm_head=lm_head),)
+    ours: Any = copy.deepcopy(drafter, {id(drafter._frozen): wide})  # the memo: the head is not copied, but replaced
+    ours.load_state_dict({name: tensor.to(dtype).to(tensor.dtype) for name, tensor in drafter.state_dict().items()})
+    return ours.eval()
+
+
+@torch.no_grad()
 def _plain_hidden_states(target: Target, ids: list[int]) -> list[Tensor]:
     """[S, d] of every layer from Transformers itself, not from our taps."""
     tokens = torch.tensor([ids], device=target.device)
