@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from measure import alternated, flops, matmul_rate, peak_bytes, report
 from torch import Tensor, nn
 
 from dspark_exp.contracts import AnchorBlocks, FrozenHead, TargetFacts, TargetFeatures
 from dspark_exp.data.anchors import draw_anchors
 from dspark_exp.drafters import DSparkDrafter
 from dspark_exp.objectives import BlockObjective
+from measure import alternated, flops, matmul_rate, peak_bytes, report
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ def build(scale: Scale, device: torch.device) -> Step:
         num_kv_heads=scale.kv_heads, head_dim=scale.head_dim, intermediate_size=scale.intermediate, rms_norm_eps=1e-6,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6}, max_position_embeddings=8192,
         vocab_size=scale.vocab, num_usable_tokens=scale.vocab, layer_ids=tuple(range(scale.taps)),
-        mask_token_id=scale.vocab - 1, pad_token_id=0, stop_ids=(1,),
+        mask_token_id=scale.vocab - 1, pad_token_id=0, stop_ids=(1,), layer_windows=(None,) * (scale.taps + 3),
+        layer_kv=((scale.kv_heads, scale.head_dim),) * (scale.taps + 3),
     )  # fmt: skip
     frozen = FrozenHead(
         nn.Embedding(scale.vocab, scale.hidden).requires_grad_(False).to(device),

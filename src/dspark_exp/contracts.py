@@ -13,11 +13,20 @@ import torch
 from torch import Tensor, nn
 
 
-@dataclass(frozen=True)
-class TargetFacts:
-    """What a drafter must know about its target. ``layer_ids`` are 0-based; layer i's output = hidden_states[i+1]."""
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """What a target's config says about its body.
 
-    name: str
+    Attributes:
+        num_kv_heads, head_dim: of full-attention layers, which is what a drafter's layers take.
+        rope_parameters: of full-attention layers.
+        layer_kv: key/value heads and head width of every layer, for the key/value rows.
+        layer_windows: attention window of every layer in tokens, None = unlimited.
+        body: layer style of drafters for this family: ``qwen3`` or ``gemma4``.
+        keys_are_values: full-attention layers have no value projection.
+        logit_softcap: logits become cap * tanh(logits / cap); None = no cap.
+    """
+
     family: str
     hidden_size: int
     num_layers: int
@@ -28,21 +37,24 @@ class TargetFacts:
     rms_norm_eps: float
     rope_parameters: dict[str, object]
     max_position_embeddings: int
+    layer_kv: tuple[tuple[int, int], ...]
+    layer_windows: tuple[int | None, ...]
+    body: str = "qwen3"
+    keys_are_values: bool = False
+    logit_softcap: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetFacts(Architecture):
+    """What a drafter must know about its target. ``layer_ids`` are 0-based; layer i's output = hidden_states[i+1]."""
+
+    name: str
     vocab_size: int
     num_usable_tokens: int
     layer_ids: tuple[int, ...]
     mask_token_id: int
     pad_token_id: int
     stop_ids: tuple[int, ...]
-    body: str = "qwen3"  # layer style of this target's drafters: qwen3 | gemma4
-    keys_are_values: bool = False  # those layers have no value projection
-    logit_softcap: float | None = None  # logits become cap * tanh(logits / cap)
-    layer_kv: tuple[tuple[int, int], ...] = ()  # (kv heads, head width) by layer, where layers differ
-
-    @property
-    def kv_by_layer(self) -> tuple[tuple[int, int], ...]:
-        """Key/value heads and head width of every layer."""
-        return self.layer_kv or ((self.num_kv_heads, self.head_dim),) * self.num_layers
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ def test_the_self_test_passes_a_right_target_and_names_a_wrong_layer(family: str
 
 def test_gemma4_facts_come_from_its_nested_config() -> None:
     facts = random_target("gemma4").facts
-    assert facts.kv_by_layer == ((2, 8), (1, 16), (2, 8), (1, 16))
+    assert facts.layer_kv == ((2, 8), (1, 16), (2, 8), (1, 16))
     assert (facts.num_kv_heads, facts.head_dim) == (1, 16)  # of full-attention layers: what drafters take
     assert (facts.body, facts.keys_are_values, facts.logit_softcap) == ("gemma4", True, 3.0)
     architecture = read_architecture(random_model("gemma4").config)

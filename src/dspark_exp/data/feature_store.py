@@ -26,6 +26,7 @@ from torch.utils.data import Dataset
 from dspark_exp.data.manifest import check_manifest
 from dspark_exp.data.rendering import Row
 from dspark_exp.errors import ConfigError
+from dspark_exp.hashing import file_digest, short_digest
 
 try:
     import fcntl
@@ -127,7 +128,7 @@ def build_feature_store(
         )
     manifest = {**fingerprint, "feature_dtype": dtype, "rows": _rows_digest(rows)}
     if folder is None:
-        folder = root / hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:16]
+        folder = root / short_digest(manifest)
         if not (folder / "index.json").exists():
             make_room(root, folder, num_bytes, int(max_gb * _GB))
     _check_free_disk(folder, num_bytes)
@@ -165,7 +166,7 @@ def _write_shards(
             temporary = path.with_suffix(".partial")
             save_file(tensors, temporary)
             temporary.replace(path)
-        checksums.append(_checksum(path))
+        checksums.append(file_digest(path))
         on_shard(shard + 1, num_shards)
     _write_json(folder / "index.json", {"num_rows": len(rows), "starts": starts, "sha256": checksums})
 
@@ -272,7 +273,7 @@ def _corrupt_shards(folder: Path) -> list[Path]:
     corrupt = []
     for shard, expected in enumerate(index["sha256"]):
         path = folder / _shard_name(shard)
-        if not path.exists() or (known.get(path.name) != _stamp(path) and _checksum(path) != expected):
+        if not path.exists() or (known.get(path.name) != _stamp(path) and file_digest(path) != expected):
             corrupt.append(path)
     if not corrupt:
         _remember(folder)
@@ -286,14 +287,6 @@ def _remember(folder: Path) -> None:
 
 def _stamp(path: Path) -> list[int]:
     return [path.stat().st_size, path.stat().st_mtime_ns]
-
-
-def _checksum(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while block := stream.read(1 << 24):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _rows_digest(rows: Sequence[Row]) -> str:

@@ -7,7 +7,6 @@ An export that does not read back to the same logits fails and leaves no folder 
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import shutil
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dspark_exp.errors import CheckpointError
+from dspark_exp.hashing import file_digest
 from dspark_exp.interop.checkpoint_files import SHARD_BYTES, write_tensors
 from dspark_exp.interop.layouts import SHARED, Layout, layout_for, rounded
 from dspark_exp.interop.minimal_reader import Draft, MinimalReader
@@ -72,7 +72,7 @@ def export_drafter(
         if model_card:
             (partial / "README.md").write_text(model_card)
         manifest = _manifest(layout, drafter, target, reader, config, error, source)
-        manifest["files_sha256"] = {path.name: _sha256(path) for path in sorted(partial.iterdir())}
+        manifest["files_sha256"] = {path.name: file_digest(path) for path in sorted(partial.iterdir())}
         (partial / "export_manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
         partial.replace(folder)
     finally:
@@ -230,11 +230,3 @@ def _identity_calibration(block_size: int) -> dict[str, Any]:
         "ece_before": empty,
         "ece_after": empty,
     }
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while block := stream.read(1 << 24):
-            digest.update(block)
-    return digest.hexdigest()

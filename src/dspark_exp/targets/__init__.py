@@ -8,14 +8,13 @@ from dspark_exp.targets.adapter import (
     read_tokenizer,
     target_of,
 )
-from dspark_exp.targets.families import Architecture, read_architecture
+from dspark_exp.targets.families import read_architecture
 from dspark_exp.targets.layers import default_layer_ids, resolve_layer_ids
 from dspark_exp.targets.ragged import RaggedKVCache
 from dspark_exp.targets.self_test import check_target
 from dspark_exp.targets.vocabulary import VocabSpec, turn_end_id
 
 __all__ = [
-    "Architecture",
     "RaggedKVCache",
     "Target",
     "VocabSpec",

@@ -6,8 +6,6 @@ Knows nothing about drafters, losses or sampling rules.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -20,6 +18,7 @@ from transformers.utils import logging as hf_logging
 
 from dspark_exp.contracts import FrozenHead, TargetFacts
 from dspark_exp.errors import ConfigError, TargetError
+from dspark_exp.hashing import file_digest, short_digest
 from dspark_exp.targets import ragged
 from dspark_exp.targets.families import read_architecture, text_body
 from dspark_exp.targets.layers import resolve_layer_ids
@@ -95,7 +94,7 @@ class Target:
 
     def new_cache(self, num_rows: int, max_length: int) -> ragged.RaggedKVCache:
         facts = self.facts
-        return ragged.RaggedKVCache(facts.kv_by_layer, num_rows, max_length, self.dtype, self.device)
+        return ragged.RaggedKVCache(facts.layer_kv, num_rows, max_length, self.dtype, self.device)
 
     def fingerprint(self) -> dict[str, Any]:
         """What a stored feature or response depends on: weights, tokenizer, template, taps."""
@@ -105,8 +104,8 @@ class Target:
             "revision": self.revision,
             "layer_ids": list(self.facts.layer_ids),
             "dtype": str(self.dtype).removeprefix("torch."),
-            "template_sha256": _sha(getattr(self.tokenizer, "chat_template", None) or ""),
-            "tokenizer_sha256": _sha(json.dumps(sorted(vocabulary.items()))),
+            "template_sha256": short_digest(getattr(self.tokenizer, "chat_template", None) or ""),
+            "tokenizer_sha256": short_digest(vocabulary),
         }
 
     def _capture(self, layer_id: int) -> Any:
@@ -207,29 +206,15 @@ def target_of(
     Raises:
         TargetError: the family or this variant of it is not supported.
     """
-    architecture = read_architecture(model.config)
     facts = TargetFacts(
+        **vars(read_architecture(model.config)),
         name=name,
-        family=architecture.family,
-        hidden_size=architecture.hidden_size,
-        num_layers=architecture.num_layers,
-        num_heads=architecture.num_heads,
-        num_kv_heads=architecture.num_kv_heads,
-        head_dim=architecture.head_dim,
-        intermediate_size=architecture.intermediate_size,
-        rms_norm_eps=architecture.rms_norm_eps,
-        rope_parameters=architecture.rope_parameters,
-        max_position_embeddings=architecture.max_position_embeddings,
         vocab_size=vocabulary.embedding_rows,
         num_usable_tokens=vocabulary.num_usable,
         layer_ids=layer_ids,
         mask_token_id=vocabulary.mask_id,
         pad_token_id=vocabulary.pad_id,
         stop_ids=vocabulary.stop_ids,
-        body=architecture.body,
-        keys_are_values=architecture.keys_are_values,
-        logit_softcap=architecture.logit_softcap,
-        layer_kv=architecture.layer_kv,
     )
     return Target(model, tokenizer, facts, revision)
 
@@ -238,13 +223,4 @@ def _revision(location: Path, model: Any) -> str:
     commit = getattr(model.config, "_commit_hash", None)
     if commit:
         return str(commit)
-    digest = hashlib.sha256()
-    for path in sorted(location.glob("*.safetensors")):
-        with path.open("rb") as stream:
-            while block := stream.read(1 << 24):
-                digest.update(block)
-    return digest.hexdigest()[:16]
-
-
-def _sha(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return file_digest(*sorted(location.glob("*.safetensors")))[:16]

@@ -7,9 +7,9 @@ and RoPE by layer type in its layers (the ragged attention receives each layer's
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+from dspark_exp.contracts import Architecture
 from dspark_exp.errors import TargetError
 
 FAMILIES = ("qwen3", "llama", "gemma3", "gemma4")
@@ -31,37 +31,6 @@ _DECLARED = (
     "embedding scale", "final norm", "logit soft cap", "attention windows by layer", "RoPE by layer type",
     "key/value width by layer", "end-of-turn token",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """Facts of a target's body.
-
-    Attributes:
-        num_kv_heads, head_dim: of full-attention layers, which is what a drafter's layers take.
-        layer_kv: key/value heads and head width of every layer, for the key/value rows.
-        layer_windows: attention window of every layer in tokens, None = unlimited.
-        rope_parameters: of full-attention layers.
-        body: layer style of drafters for this family: ``qwen3`` or ``gemma4``.
-        logit_softcap: logits become cap * tanh(logits / cap); None = no cap.
-        keys_are_values: full-attention layers have no value projection.
-    """
-
-    family: str
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    rms_norm_eps: float
-    rope_parameters: dict[str, object]
-    max_position_embeddings: int
-    layer_kv: tuple[tuple[int, int], ...]
-    layer_windows: tuple[int | None, ...]
-    body: str = "qwen3"
-    logit_softcap: float | None = None
-    keys_are_values: bool = False
 
 
 def text_config(config: Any) -> Any:

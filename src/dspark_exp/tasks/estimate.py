@@ -189,7 +189,7 @@ def _memory_bytes(config: ExperimentConfig, target: Target, drafter: nn.Module, 
     activations = layers * 4 * (tokens * kv + slots * (10 * facts.hidden_size + 4 * int(intermediate)))  # type: ignore[arg-type]
     batch = tokens * _feature_bytes(config, target)
     length = rows.longest + data.validation_max_new_tokens
-    cache = config.evaluation.batch_size * length * sum(2 * heads * width for heads, width in facts.kv_by_layer) * 4
+    cache = config.evaluation.batch_size * length * sum(2 * heads * width for heads, width in facts.layer_kv) * 4
     probs = 4 * config.evaluation.batch_size * (int(drafter.block_size) + 1) * facts.vocab_size * 4  # type: ignore[arg-type]
     return weights + batch + activations + _LOSS_BYTES + cache + probs
 

@@ -5,8 +5,6 @@ A step that was done before, for the same target, settings and data, is read bac
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -31,6 +29,7 @@ from dspark_exp.data.sources import (
     jsonl_conversations,
     language_conversations,
 )
+from dspark_exp.hashing import short_digest
 from dspark_exp.targets import Target, check_target
 from dspark_exp.tasks.building import as_settings, open_target
 from dspark_exp.tasks.regenerate import regenerate
@@ -133,7 +132,7 @@ def corpus_of(
         "max_new_tokens": wanted.max_new_tokens,
         "thinking": config.target.thinking,
         "generator": "local" if wanted.server is None else f"server {wanted.server_model or '(first model)'}",
-        "prompts_sha256": hashlib.sha256(json.dumps([c.messages for c in prompts]).encode()).hexdigest()[:16],
+        "prompts_sha256": short_digest([c.messages for c in prompts]),
     }
     rows: list[Row] = []
     generated, dropped = regenerate(config, target, prompts, _responses_path(config, manifest), manifest)
@@ -148,7 +147,7 @@ def _responses_path(config: ExperimentConfig, manifest: dict[str, Any]) -> Path:
     """``data.responses``, or a file named after its manifest."""
     if config.data.responses is not None:
         return Path(config.data.responses)
-    key = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:16]
+    key = short_digest(manifest)
     return Path(config.paths.cache) / "responses" / key / "responses.jsonl"
 
 
@@ -187,7 +186,7 @@ def compute_of(config: ExperimentConfig, target: Target) -> ComputeFeatures:
     if wanted.mode != "bounded":
         return target.features
     manifest = _feature_manifest(config, target) | {"feature_dtype": wanted.dtype}
-    key = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:16]
+    key = short_digest(manifest)
     folder = Path(wanted.dir) if wanted.dir is not None else Path(config.paths.cache) / "features_bounded" / key
     check_manifest(folder / "manifest.json", manifest, "features.dir")
     return FeatureCache(folder, target.features, int(wanted.max_gb * _GB), DTYPES[wanted.dtype])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import time
@@ -18,6 +17,7 @@ from torch import nn
 from dspark_exp.config import ExperimentConfig, flattened, job_key
 from dspark_exp.data.benchmarks import Prompt
 from dspark_exp.errors import CheckpointError
+from dspark_exp.hashing import short_digest
 from dspark_exp.reports import merged, pooled_by_domain, print_table
 from dspark_exp.targets import Target
 from dspark_exp.tasks.building import (
@@ -232,10 +232,7 @@ def _results(
 
 
 def _prompt_hashes(benchmarks: dict[str, list[Prompt]]) -> dict[str, str]:
-    return {
-        name: hashlib.sha256(json.dumps([p.messages for p in prompts]).encode()).hexdigest()[:16]
-        for name, prompts in benchmarks.items()
-    }
+    return {name: short_digest([p.messages for p in prompts]) for name, prompts in benchmarks.items()}
 
 
 def _write_atomically(path: Path, value: Any) -> None:
