@@ -135,6 +135,7 @@ class EvaluationConfig:
 
     sampling: SamplingConfig
     batch_size: int
+    drafter_dtype: str  # auto | float32 | bfloat16; auto = the target's
     plain_prompts: int  # prompts a benchmark decoded without drafter, for the speed-up
     seed: int
 

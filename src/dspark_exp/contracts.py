@@ -96,10 +96,13 @@ class FrozenHead:
         return self.lm_head.weight[: self.num_usable_tokens]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., d] -> capped logits [..., V] in float32; padded rows are -inf, so they are never drawn."""
-        logits = self.lm_head(hidden.to(self.lm_head.weight.dtype)).float()
+        """[..., d] -> capped logits [..., V] in the head's dtype; padded rows are -inf, so they are never drawn.
+
+        Not widened here: softmax widens as it reads, and what it reads is what is sampled from.
+        """
+        logits = self.lm_head(hidden.to(self.lm_head.weight.dtype))
         if self.softcap is not None:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
+            logits = self.softcap * torch.tanh(logits.float() / self.softcap)
         if self.num_usable_tokens is not None:
             logits[..., self.num_usable_tokens :] = float("-inf")
         return logits
@@ -127,24 +130,31 @@ class KVStore(Protocol):
     def block_pass(self, rows: list[int], starts: list[int], count: int) -> KVPass:
         """``count`` tokens per row that all see each other and everything before ``start``."""
 
+    def move(self, source: int, destination: int, length: int) -> None:
+        """Copy the first ``length`` positions of a row onto another one."""
+
 
 @dataclass(frozen=True)
 class Proposal:
-    """A drafted block. ``probs`` is the distribution really sampled from, after bias, temperature, top-k/p."""
+    """A drafted block. ``probs`` is the distribution really sampled from, after bias, temperature, top-k/p.
+
+    ``head_s``: host seconds of the sequential head's loop (on a GPU: of launching it).
+    """
 
     tokens: Tensor  # [R, G]
-    probs: Tensor  # [R, G, V]
+    probs: Tensor | None  # [R, G, V]; None when greedy: each token is the most likely one
     confidence: Tensor | None  # [R, G] predicted conditional acceptance, or None
+    head_s: float = 0.0
 
 
 class Sampler(Protocol):
-    """Turns logits into the distribution that is sampled, and draws from it."""
+    """Turns logits into tokens."""
 
-    def probs(self, logits: Tensor) -> Tensor:
-        """[..., V] probabilities after temperature, top-k, top-p (one-hot at temperature 0)."""
+    def sample(self, logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Token ids [...] at uniform numbers [...] in [0, 1), and the distribution [..., V] they were drawn from.
 
-    def draw(self, probs: Tensor, uniform: Tensor) -> Tensor:
-        """Token ids [...] by inverse CDF at ``uniform`` [...] in [0, 1)."""
+        The distribution is what temperature, top-k and top-p leave; None when greedy.
+        """
 
 
 def autocast_dtype(device: torch.device, default: torch.dtype) -> torch.dtype:

@@ -19,7 +19,7 @@ from dspark_exp.contracts import Proposal, TargetFacts
 from dspark_exp.decoding.policies import Full, VerificationPolicy
 from dspark_exp.decoding.requests import Generation, Progress, Request, Round
 from dspark_exp.decoding.sampling import Sampling
-from dspark_exp.decoding.verification import verify_block
+from dspark_exp.decoding.verification import verify_block, verify_greedy
 from dspark_exp.errors import ConfigError
 
 
@@ -67,6 +67,7 @@ class Clock:
 
     prefill_s: float = 0.0
     draft_s: float = 0.0
+    head_s: float = 0.0  # of the sequential head, not part of draft_s
     verify_s: float = 0.0
     extend_s: float = 0.0
     total_s: float = 0.0
@@ -140,8 +141,20 @@ class SpeculativeLoop:
                 results[progress.index] = progress.generation
                 if on_finished is not None:
                     on_finished(progress.index, progress.generation)
+            if not waiting:
+                self._close_gaps(active, [cache, store])
         self.clock.total_s = time.perf_counter() - started
         return [generation for generation in results if generation is not None]
+
+    def _close_gaps(self, active: dict[int, Progress], stores: list[Any]) -> None:
+        """Requests in flight take rows 0 .. n-1, so that a pass reads their keys without gathering them."""
+        for hole in [row for row in range(len(active)) if row not in active]:
+            last = max(active)
+            active[hole] = active.pop(last)
+            for store in (s for s in stores if s is not None):
+                store.move(last, hole, active[hole].length)
+            if last in self._carry:
+                self._carry[hole] = self._carry.pop(last)
 
     def _prefill(self, entering: dict[int, Progress], cache: Any, store: Any) -> None:
         """One flattened pass over all new prompts; the first token of each is the target's own."""
@@ -153,9 +166,8 @@ class SpeculativeLoop:
         tokens = torch.tensor([token for ids in prompts for token in ids], device=device)
         taps, final = self.target.forward_ragged(tokens, cache.causal_pass(rows, starts, counts))
         ends = torch.tensor(counts, device=device).cumsum(0)
-        probs = self.sampling.probs(self.target.logits(final[ends - 1]))
         uniform = torch.stack([p.uniforms(1) for p in entering.values()]).to(device)
-        first = self.sampling.draw(probs, uniform[:, 0])
+        first, _ = self.sampling.sample(self.target.logits(final[ends - 1]), uniform[:, 0])
         following = torch.cat([tokens[1:], tokens[:1]])
         following[ends - 1] = first
         for progress, token, count in zip(entering.values(), first.tolist(), counts, strict=True):
@@ -184,7 +196,9 @@ class SpeculativeLoop:
         lengths = torch.zeros(len(rows), dtype=torch.long)
         if proposal is not None:
             lengths = self.policy.lengths(proposal.confidence, len(rows), size).long()
-        clock, self.clock.draft_s = time.perf_counter(), self.clock.draft_s + time.perf_counter() - clock
+        head_s = proposal.head_s if proposal is not None else 0.0
+        clock, self.clock.draft_s = time.perf_counter(), self.clock.draft_s + time.perf_counter() - clock - head_s
+        self.clock.head_s += head_s
         counts = (lengths + 1).tolist()
         block = anchor_ids[:, None]
         if proposal is not None:
@@ -192,8 +206,8 @@ class SpeculativeLoop:
         chosen = (torch.arange(size + 1) <= lengths[:, None]).to(device)
         tokens = block[chosen]
         taps, final = self.target.forward_ragged(tokens, cache.causal_pass(rows, anchors, counts))
-        flat_probs = self.sampling.probs(self.target.logits(final))
-        accepted, next_token = self._verify(proposal, flat_probs, chosen, lengths.to(device), uniform[:, size:])
+        logits = self.target.logits(final)
+        accepted, next_token = self._verify(proposal, logits, chosen, lengths.to(device), uniform[:, size:])
         clock, self.clock.verify_s = time.perf_counter(), self.clock.verify_s + time.perf_counter() - clock
         self._commit(progress, proposal, block, accepted, next_token, lengths)
         kept = torch.tensor(accepted) + 1
@@ -209,10 +223,16 @@ class SpeculativeLoop:
         return self.drafter.propose(store, rows, anchors, anchor_ids, carry, self.sampling, uniform)
 
     def _verify(
-        self, proposal: Proposal | None, flat_probs: Tensor, chosen: Tensor, lengths: Tensor, uniform: Tensor
+        self, proposal: Proposal | None, logits_BV: Tensor, chosen: Tensor, lengths: Tensor, uniform: Tensor
     ) -> tuple[list[int], Tensor]:
         if proposal is None:
-            return [0] * len(lengths), self.sampling.draw(flat_probs, uniform[:, 0])
+            return [0] * len(lengths), self.sampling.sample(logits_BV, uniform[:, 0])[0]
+        if proposal.probs is None:
+            best = torch.zeros_like(chosen, dtype=torch.long)
+            best[chosen] = logits_BV.argmax(-1)
+            verdict = verify_greedy(best, proposal.tokens, lengths)
+            return verdict.num_accepted.tolist(), verdict.next_token
+        flat_probs = self.sampling.probs(logits_BV)
         if len(flat_probs) == chosen.numel():
             target_probs = flat_probs.view(*chosen.shape, -1)
         else:

@@ -37,11 +37,12 @@ class Sampling:
         """[..., V] probabilities in float32; one-hot at temperature 0."""
         if self.temperature == 0:
             return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
-        logits = logits.float() / self.temperature
+        if self.temperature != 1:
+            logits = logits.float() / self.temperature
         if 0 < self.top_k < logits.shape[-1]:
             kth = logits.topk(self.top_k, dim=-1).values[..., -1:]
             logits = logits.masked_fill(logits < kth, float("-inf"))
-        probs = logits.softmax(-1)
+        probs = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
         if self.top_p < 1:
             ordered, index = probs.sort(dim=-1, descending=True)
             ordered[ordered.cumsum(-1) - ordered >= self.top_p] = 0.0
@@ -49,16 +50,37 @@ class Sampling:
             probs = probs / probs.sum(-1, keepdim=True)
         return probs
 
-    @staticmethod
-    def draw(probs: Tensor, uniform: Tensor) -> Tensor:
-        """Token ids [...] drawn from [..., V] at uniform numbers [...] in [0, 1)."""
-        return draw(probs, uniform)
+    def sample(self, logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Token ids [...] and the distribution [..., V] they were drawn from; greedy needs and gives none."""
+        if self.temperature == 0:
+            return logits.argmax(-1), None
+        probs = self.probs(logits)
+        return draw(probs, uniform), probs
+
+
+_BLOCK = 128  # tokens whose probabilities are summed before the search
 
 
 def draw(probs: Tensor, uniform: Tensor) -> Tensor:
-    """Inverse CDF in float64. Never returns a token of probability zero."""
-    cdf = probs.double().cumsum(-1)
-    threshold = uniform.double()[..., None] * cdf[..., -1:]
-    token = torch.searchsorted(cdf, threshold, right=True).squeeze(-1)
-    last = probs.shape[-1] - 1 - (probs.flip(-1) > 0).int().argmax(-1)
-    return torch.minimum(token, last)
+    """Token ids [...] from [..., V] at uniform numbers [...] in [0, 1), by inverse CDF in two steps.
+
+    First the block of 128 tokens, then the token: the vocabulary is summed once and never scanned in float64.
+    A token of probability zero is never returned.
+    """
+    flat = probs.reshape(-1, probs.shape[-1])
+    padding = -flat.shape[1] % _BLOCK
+    blocks = (torch.nn.functional.pad(flat, (0, padding)) if padding else flat).view(len(flat), -1, _BLOCK)
+    sums = blocks.sum(-1)
+    cdf = sums.double().cumsum(-1)
+    threshold = uniform.reshape(-1, 1).double() * cdf[:, -1:]
+    block = torch.minimum(torch.searchsorted(cdf, threshold, right=True), _last_positive(sums)[:, None])
+    before = torch.where(block > 0, cdf.gather(1, (block - 1).clamp(min=0)), 0.0)
+    chosen = blocks[torch.arange(len(flat), device=flat.device), block[:, 0]]
+    inside = torch.searchsorted(chosen.double().cumsum(-1), threshold - before, right=True)[:, 0]
+    token = block[:, 0] * _BLOCK + torch.minimum(inside, _last_positive(chosen))
+    return token.view(probs.shape[:-1])
+
+
+def _last_positive(values: Tensor) -> Tensor:
+    """Index of the last value above zero of each row."""
+    return values.shape[-1] - 1 - (values.flip(-1) > 0).int().argmax(-1)

@@ -50,10 +50,22 @@ def verify_block(
     accepted = (accept_uniform_RG.double() * drafted < wanted) & within
     num_accepted = accepted.int().cumprod(-1).sum(-1)
     rows = torch.arange(len(tokens_RG), device=tokens_RG.device)
-    target = target_probs_RGV[rows, num_accepted].double()
+    target = target_probs_RGV[rows, num_accepted]
     rejected = num_accepted < lengths_R
-    draft = draft_probs_RGV[rows, num_accepted.clamp(max=block_size - 1)].double() * rejected[:, None]
+    draft = draft_probs_RGV[rows, num_accepted.clamp(max=block_size - 1)] * rejected[:, None]
     residual = (target - draft).clamp(min=0)
     # p_t == p_d up to rounding leaves nothing: such a rejection has probability zero
     residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, target)
     return Verdict(num_accepted, draw(residual, next_uniform_R))
+
+
+def verify_greedy(target_tokens: Tensor, tokens_RG: Tensor, lengths_R: Tensor) -> Verdict:
+    """Verification at temperature 0: a drafted token is accepted where it is the target's most likely one.
+
+    Args:
+        target_tokens: [R, G+1], the target's most likely token at the anchor and after each drafted token.
+        tokens_RG: drafted tokens; lengths_R: how many of them are verified.
+    """
+    within = torch.arange(tokens_RG.shape[1], device=tokens_RG.device) < lengths_R[:, None]
+    num_accepted = ((tokens_RG == target_tokens[:, :-1]) & within).int().cumprod(-1).sum(-1)
+    return Verdict(num_accepted, target_tokens.gather(1, num_accepted[:, None]).squeeze(1))

@@ -6,6 +6,7 @@ proposal. Knows nothing about losses, optimizers or verification.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import torch
@@ -154,24 +155,27 @@ class BlockDrafter(nn.Module):
     def _sample_block(
         self, hidden: Tensor, base_logits: Tensor, anchor_ids: Tensor, sampler: Sampler, uniform: Tensor
     ) -> Proposal:
-        head = self.markov_head
+        head, started = self.markov_head, time.perf_counter()
         if head is None:
-            probs = sampler.probs(base_logits)
-            tokens = sampler.draw(probs, uniform)
+            tokens, probs = sampler.sample(base_logits, uniform)
             previous = torch.cat([anchor_ids[:, None], tokens[:, :-1]], dim=1)
         else:
             state = head.start(hidden.shape[0], hidden)
-            drawn, distributions, token = [], [], anchor_ids
+            drawn: list[Tensor] = []
+            distributions: list[Tensor] = []
+            token = anchor_ids
             for slot in range(self.block_size):
                 features, state = head.step(token, hidden[:, slot], state)
-                logits = base_logits[:, slot] + head.markov_w2(features.to(head.markov_w2.weight.dtype)).float()
-                distributions.append(sampler.probs(logits))
-                token = sampler.draw(distributions[-1], uniform[:, slot])
+                logits = base_logits[:, slot] + head.markov_w2(features.to(head.markov_w2.weight.dtype))
+                token, distribution = sampler.sample(logits, uniform[:, slot])
                 drawn.append(token)
-            tokens, probs = torch.stack(drawn, 1), torch.stack(distributions, 1)
+                distributions += [] if distribution is None else [distribution]
+            tokens = torch.stack(drawn, 1)
+            probs = torch.stack(distributions, 1) if distributions else None
             previous = torch.cat([anchor_ids[:, None], tokens[:, :-1]], dim=1)
+        head_s = 0.0 if head is None else time.perf_counter() - started
         confidence = self._confidence(hidden, previous)
-        return Proposal(tokens, probs, None if confidence is None else confidence.sigmoid())
+        return Proposal(tokens, probs, None if confidence is None else confidence.sigmoid(), head_s)
 
 
 class DFlashDrafter(BlockDrafter):

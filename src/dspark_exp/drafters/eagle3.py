@@ -60,6 +60,10 @@ class Eagle3Drafter(nn.Module):
         return self._frozen[0]
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
+    @property
     def layer(self) -> Eagle3Layer:
         return self.layers[0]  # type: ignore[return-value]
 
@@ -145,9 +149,10 @@ class Eagle3Drafter(nn.Module):
             if slot > 0:
                 plan = store.causal_pass(rows, [anchor + slot - 1 for anchor in anchors], [1] * len(rows))
                 hidden = self._decode_step(drawn[-1], hidden, plan)
-            distributions.append(sampler.probs(self.frozen.logits(self.norm(hidden))))
-            drawn.append(sampler.draw(distributions[-1], uniform[:, slot]))
-        return Proposal(torch.stack(drawn, 1), torch.stack(distributions, 1), None)
+            token, distribution = sampler.sample(self.frozen.logits(self.norm(hidden)), uniform[:, slot])
+            drawn.append(token)
+            distributions += [] if distribution is None else [distribution]
+        return Proposal(torch.stack(drawn, 1), torch.stack(distributions, 1) if distributions else None, None)
 
     def _decode_step(self, ids_B: Tensor, hidden_Bd: Tensor, plan: KVPass) -> Tensor:
         layer = self.layer

@@ -5,7 +5,9 @@ Knows nothing about targets beyond their facts. Tensor names follow the released
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -191,3 +193,19 @@ def check_positive(**settings: int) -> None:
     for name, value in settings.items():
         if not isinstance(value, int) or value < 1:
             raise ConfigError(f"drafter.network.{name}={value!r}: expected an integer of at least 1.")
+
+
+def in_dtype(drafter: Any, dtype: torch.dtype) -> Any:
+    """A copy of a drafter, target's embedding and head included, for decoding in ``dtype``.
+
+    A drafter's precision never touches exactness: what is verified against is the distribution it really sampled from.
+    Where nothing would change the drafter itself is returned.
+    """
+    frozen = drafter.frozen
+    if frozen.lm_head.weight.dtype != dtype:
+        embedding, lm_head = (copy.deepcopy(part).to(dtype) for part in (frozen.embedding, frozen.lm_head))
+        frozen = replace(frozen, embedding=embedding, lm_head=lm_head)
+    if frozen is drafter.frozen and all(p.dtype == dtype for p in drafter.parameters()):
+        return drafter
+    # the memo puts the new head where the old one was, so that no copy of the old one is made
+    return copy.deepcopy(drafter, {id(drafter._frozen): (frozen,)}).to(dtype)

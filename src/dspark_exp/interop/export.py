@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from dspark_exp.drafters import in_dtype
 from dspark_exp.errors import CheckpointError
 from dspark_exp.hashing import file_digest
 from dspark_exp.interop.checkpoint_files import SHARD_BYTES, write_tensors
@@ -86,12 +87,9 @@ class _GreedyRecorder:
     def __init__(self) -> None:
         self.logits: list[Tensor] = []
 
-    def probs(self, logits: Tensor) -> Tensor:
+    def sample(self, logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor | None]:
         self.logits.append(logits)
-        return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).to(logits.dtype)
-
-    def draw(self, probs: Tensor, uniform: Tensor) -> Tensor:
-        return probs.argmax(-1)
+        return logits.argmax(-1), None
 
 
 @torch.no_grad()
@@ -123,7 +121,7 @@ def _read_back(folder: Path, drafter: nn.Module, target: Target, dtype: torch.dt
     """
     head = target.head
     reader = MinimalReader(folder, head.embedding.weight.cpu(), head.lm_head.weight.cpu())
-    ours = _rounded_copy(drafter, target, dtype)
+    ours = _rounded_copy(drafter, dtype)
     generator = torch.Generator().manual_seed(0)
     usable = target.facts.num_usable_tokens
     worst = 0.0
@@ -142,15 +140,12 @@ def _read_back(folder: Path, drafter: nn.Module, target: Target, dtype: torch.dt
     return worst, golden
 
 
-def _rounded_copy(drafter: nn.Module, target: Target, dtype: torch.dtype) -> nn.Module:
+def _rounded_copy(drafter: nn.Module, dtype: torch.dtype) -> nn.Module:
     """The drafter with its weights rounded as they are written, over a float32 copy of the target's LM head.
 
     In float32 the comparison shows a wrong convention, not the rounding of a bfloat16 product.
     """
-    head = target.head
-    embedding, lm_head = copy.deepcopy(head.embedding).float(), copy.deepcopy(head.lm_head).float()
-    wide = (replace(head, embedding=embedding, lm_head=lm_head),)
-    ours: Any = copy.deepcopy(drafter, {id(drafter._frozen): wide})  # the memo: the head is not copied, but replaced
+    ours = copy.deepcopy(in_dtype(drafter, torch.float32))
     ours.load_state_dict({name: tensor.to(dtype).to(tensor.dtype) for name, tensor in drafter.state_dict().items()})
     return ours.eval()
 

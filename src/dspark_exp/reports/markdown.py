@@ -128,20 +128,20 @@ def _first_last(values: Sequence[float | None]) -> str:
 def _speed_table(rows: Sequence[dict[str, Any]]) -> str:
     body = []
     for drafter, group in by_drafter(rows).items():
-        total = {key: sum(row[key] * row["rounds"] for row in group) for key in _SPLIT}
+        total = {key: sum(row.get(key, 0.0) * row["rounds"] for row in group) for key in _SPLIT}
         rounds = sum(row["rounds"] for row in group)
         split = [f"{1000 * total[key] / rounds:.2f}" for key in _SPLIT]
         speed = sum(row["speedup"] for row in group) / len(group)
         body.append([drafter, *split, f"{speed:.2f}"])
-    header = ["drafter", "draft", "verify", "extend", "host", "speed-up over plain decoding"]
+    header = ["drafter", "draft", "head", "verify", "extend", "host", "speed-up over plain decoding"]
     return (
-        "Milliseconds per request and round, batched decoding in one process; `extend` is the drafter taking in new "
-        "target features. The speed-up is over plain decoding of the same target at the same batch size.\n\n"
-        + _table(header, body)
+        "Milliseconds per request and round, batched decoding in one process; `head` is the sequential head, `extend` "
+        "the drafter taking in new target features. The speed-up is over plain decoding of the same target at the same "
+        "batch size.\n\n" + _table(header, body)
     )
 
 
-_SPLIT = ("draft_s_per_round", "verify_s_per_round", "extend_s_per_round", "host_s_per_round")
+_SPLIT = ("draft_s_per_round", "head_s_per_round", "verify_s_per_round", "extend_s_per_round", "host_s_per_round")
 
 
 def _training(report: dict[str, Any]) -> str:

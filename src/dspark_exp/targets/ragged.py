@@ -55,6 +55,11 @@ class RaggedKVCache:
         visible = torch.tensor(starts).repeat_interleave(count) + count
         return self._pass(rows, counts, row, position, visible)
 
+    def move(self, source: int, destination: int, length: int) -> None:
+        """Copy the first ``length`` positions of a row onto another one."""
+        for block in (*self.keys, *self.values):
+            block[destination, :, :length] = block[source, :, :length]
+
     def _pass(self, rows: list[int], counts: list[int], row: Tensor, position: Tensor, visible: Tensor) -> RaggedPass:
         if int(visible.max()) > self.max_length:
             raise DataError(f"A request needs {int(visible.max())} positions; the cache holds {self.max_length}.")
@@ -72,7 +77,7 @@ class RaggedKVCache:
             row_B=row.to(self.device),
             position_B=position.to(self.device),
             rows=torch.tensor(rows, device=self.device),
-            is_every_row=rows == list(range(self.num_rows)),
+            is_prefix=rows == list(range(len(rows))),
             is_uniform=all(c == count for c in counts),
             grid_row_B=grid_row.to(self.device),
             grid_slot_B=grid_slot.to(self.device),
@@ -89,22 +94,28 @@ class RaggedPass:
     row_B: Tensor
     position_B: Tensor
     rows: Tensor
-    is_every_row: bool
+    is_prefix: bool  # rows 0 .. n-1 in order: their keys are a view, nothing is gathered
     is_uniform: bool
     grid_row_B: Tensor
     grid_slot_B: Tensor
     mask_RQK: Tensor
     position_RQ: Tensor
-    _windowed: dict[int, Tensor] = field(default_factory=dict)
+    _masks: dict[tuple[int | None, int, torch.dtype], Tensor] = field(default_factory=dict)
 
-    def mask_of(self, window: int | None) -> Tensor:
-        """Who sees whom [R, Q, K] in a layer that looks back ``window`` tokens, its own position included."""
-        if window is None or window >= self.mask_RQK.shape[-1]:
-            return self.mask_RQK
-        if window not in self._windowed:
-            keys = torch.arange(self.mask_RQK.shape[-1], device=self.mask_RQK.device)
-            self._windowed[window] = self.mask_RQK & (keys > self.position_RQ[..., None] - window)
-        return self._windowed[window]
+    def mask_of(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor:
+        """What is added to scores [R, 1, groups * Q, K] in a layer that looks back ``window`` tokens, itself included.
+
+        The heads that share a key head are queries of one attention, so the mask stands once for each of them.
+        """
+        key = (window, groups, dtype)
+        if key not in self._masks:
+            sees = self.mask_RQK
+            if window is not None and window < sees.shape[-1]:
+                positions = torch.arange(sees.shape[-1], device=sees.device)
+                sees = sees & (positions > self.position_RQ[..., None] - window)
+            added = torch.zeros(sees.shape, dtype=dtype, device=sees.device).masked_fill(~sees, float("-inf"))
+            self._masks[key] = added.repeat(1, groups, 1)[:, None]
+        return self._masks[key]
 
     def write(self, layer: int, key_BHD: Tensor, value_BHD: Tensor) -> None:
         """Store keys and values at (row, position)."""
@@ -125,22 +136,20 @@ class RaggedPass:
         self.write(layer, key_BHD, value_BHD)
         num_rows, count, width = self.mask_RQK.shape
         keys, values = self.cache.keys[layer][:, :, :width], self.cache.values[layer][:, :, :width]
-        if not self.is_every_row:
-            keys, values = keys[self.rows], values[self.rows]
+        chosen: Any = slice(num_rows) if self.is_prefix else self.rows
+        keys, values = keys[chosen], values[chosen]
         num_heads, head_dim = query_BHD.shape[1:]
         if self.is_uniform:
             grid = query_BHD.view(num_rows, count, num_heads, head_dim)
         else:
             grid = query_BHD.new_zeros(num_rows, count, num_heads, head_dim)
             grid[self.grid_row_B, self.grid_slot_B] = query_BHD
+        groups = num_heads // keys.shape[1]
+        folded = grid.unflatten(2, (keys.shape[1], groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
         out = torch.nn.functional.scaled_dot_product_attention(
-            grid.transpose(1, 2).to(keys.dtype),
-            keys,
-            values,
-            attn_mask=self.mask_of(window)[:, None],
-            scale=scale,
-            enable_gqa=num_heads != keys.shape[1],
-        ).transpose(1, 2)
+            folded.to(keys.dtype), keys, values, attn_mask=self.mask_of(window, groups, keys.dtype), scale=scale
+        )
+        out = out.unflatten(2, (groups, count)).permute(0, 3, 1, 2, 4).flatten(2, 3)
         return out.reshape(-1, num_heads, head_dim) if self.is_uniform else out[self.grid_row_B, self.grid_slot_B]
 
 

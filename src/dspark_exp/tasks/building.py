@@ -16,6 +16,7 @@ from dspark_exp.contracts import FrozenHead
 from dspark_exp.data import language
 from dspark_exp.data.benchmarks import BenchmarkSpec, HubSource, Prompt, benchmark_prompts, synthetic_prompts
 from dspark_exp.decoding import Sampling, SpeculativeLoop, VerificationPolicy
+from dspark_exp.drafters import in_dtype
 from dspark_exp.errors import ConfigError
 from dspark_exp.interop import load_weights, read_config
 from dspark_exp.targets import RaggedKVCache, Target, load_target
@@ -145,9 +146,22 @@ def build_loop(
     """A decoding loop whose drafter keeps its keys in the same kind of cache as the target."""
 
     def make_cache(layers: int, rows: int, kv_heads: int, max_length: int, head_dim: int) -> RaggedKVCache:
-        return RaggedKVCache([(kv_heads, head_dim)] * layers, rows, max_length, torch.float32, target.device)
+        return RaggedKVCache([(kv_heads, head_dim)] * layers, rows, max_length, drafter.dtype, target.device)
 
     return SpeculativeLoop(target, drafter, make_cache, sampling, policy, batch_size)
+
+
+def for_decoding(config: ExperimentConfig, target: Target, drafter: Any) -> Any:
+    """The drafter in evaluation mode and in the dtype that decoding uses.
+
+    Raises:
+        ConfigError: an unknown dtype.
+    """
+    chosen = config.evaluation.drafter_dtype
+    dtypes = {"auto": target.dtype, "float32": torch.float32, "bfloat16": torch.bfloat16}
+    if chosen not in dtypes:
+        raise ConfigError(f"evaluation.drafter_dtype={chosen!r} is unknown; choose from {', '.join(dtypes)}.")
+    return in_dtype(drafter, dtypes[chosen]).eval()
 
 
 def load_benchmarks(config: ExperimentConfig) -> dict[str, list[Prompt]]:

@@ -18,7 +18,7 @@ from dspark_exp.data.rendering import render_prompt
 from dspark_exp.decoding import Clock, Generation, Request, SpeculativeLoop
 from dspark_exp.metrics import AcceptanceByPosition, AcceptedLength, SurvivalCalibration, interval, resampled_ratios
 from dspark_exp.targets import Target
-from dspark_exp.tasks.building import build_loop, build_policy, build_sampling
+from dspark_exp.tasks.building import build_loop, build_policy, build_sampling, for_decoding
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Evaluation:
 def evaluate(config: ExperimentConfig, target: Target, drafter: Any, benchmarks: dict[str, list[Prompt]]) -> Evaluation:
     """One row a benchmark. Plain decoding of the same target runs in the same process for the speed-up."""
     wanted = config.evaluation
-    drafter.eval()
+    drafter = for_decoding(config, target, drafter)
     sampling = build_sampling(wanted.sampling)
     loop = build_loop(target, drafter, sampling, wanted.batch_size, build_policy(config))
     plain = build_loop(target, None, sampling, wanted.batch_size)
@@ -55,8 +55,8 @@ def draft_lengths(
 ) -> list[list[int]]:
     """Emitted tokens of every round, by prompt: what ``val/tau`` is made of."""
     was_training = drafter.training
-    drafter.eval()
-    loop = build_loop(target, drafter, build_sampling(config.evaluation.sampling), config.evaluation.batch_size)
+    decoding = for_decoding(config, target, drafter)
+    loop = build_loop(target, decoding, build_sampling(config.evaluation.sampling), config.evaluation.batch_size)
     limit = config.data.validation_max_new_tokens
     with torch.autocast(target.device.type, enabled=False):
         generations = loop.run([Request(ids, limit, seed=index) for index, ids in enumerate(prompt_ids)])
@@ -107,10 +107,11 @@ def metric_row(generations: Sequence[Generation], block_size: int, clock: Clock)
 
 def _speed(generations: Sequence[Generation], num_rounds: int, clock: Clock) -> dict[str, float]:
     per_round = max(1, num_rounds)
-    known = clock.prefill_s + clock.draft_s + clock.verify_s + clock.extend_s
+    known = clock.prefill_s + clock.draft_s + clock.head_s + clock.verify_s + clock.extend_s
     return {
         "tokens_per_s": sum(len(g.token_ids) for g in generations) / max(clock.total_s, 1e-9),
         "draft_s_per_round": clock.draft_s / per_round,
+        "head_s_per_round": clock.head_s / per_round,
         "verify_s_per_round": clock.verify_s / per_round,
         "extend_s_per_round": clock.extend_s / per_round,
         "host_s_per_round": max(0.0, clock.total_s - known) / per_round,

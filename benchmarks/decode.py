@@ -1,0 +1,174 @@
+"""Decoding speed of a trained drafter: against Transformers' own `generate`, and of the batch against one request.
+
+    python benchmarks/decode.py --target PATH_OR_ID --drafter FOLDER --prompts gsm8k.jsonl [--json FILE]
+
+``FOLDER`` is an export of layout deepspec. Without arguments: the embedded target with an untrained drafter, which
+shows the table but no speed-up. Keys: `batch32_over_batch1` at temperature 1, tokens per second of the same loop;
+`spec_over_plain_batch1` at temperature 0 against `generate` of the same target, same tokens, both in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from dspark_exp.data.benchmarks import synthetic_prompts
+from dspark_exp.data.rendering import render_prompt
+from dspark_exp.decoding import Generation, Request, Sampling, SpeculativeLoop
+from dspark_exp.drafters import DSparkDrafter, in_dtype
+from dspark_exp.interop import read_config, read_drafter
+from dspark_exp.targets import RaggedKVCache, Target, load_target, location_of
+from measure import report
+
+BATCHES = (1, 4, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Tokens per second of one way of decoding, and what the rounds were like."""
+
+    tokens_per_s: float
+    generations: list[Generation]
+    loop: SpeculativeLoop
+
+    @property
+    def tau(self) -> float:
+        rounds = [r for g in self.generations for r in g.rounds]
+        return sum(r.emitted for r in rounds) / max(1, len(rounds))
+
+
+def load(path: str, drafter: str | None, dtype: str, device: str) -> tuple[Target, nn.Module]:
+    """Target and drafter; the drafter's own layer ids and mask decide the target's."""
+    if drafter is None:
+        target = load_target("tiny", path, dtype=dtype, device=device, num_feature_layers=3)
+        torch.manual_seed(0)
+        return target, DSparkDrafter(target.facts, target.head, 3, 7, head="markov", head_rank=64).eval().to(device)
+    config = read_config(drafter)
+    target = load_target(
+        Path(path).name,
+        path,
+        dtype=dtype,
+        device=device,
+        layer_ids=config.layer_ids,
+        mask_token_id=config.mask_token_id,
+    )
+    return target, in_dtype(read_drafter(drafter, target), torch.bfloat16).eval()
+
+
+def prompts_of(target: Target, path: str | None, count: int) -> list[list[int]]:
+    """Rendered prompts: first turns of a JSONL file, or of the synthetic language."""
+    if path is None:
+        texts = [p.messages[0]["content"] for p in synthetic_prompts(["chain_sums"], "evaluation", count)["chain_sums"]]
+    else:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+        texts = [json.loads(line)["turns"][0] for line in lines if line.strip()][:count]
+    return [render_prompt(target.tokenizer, [{"role": "user", "content": text}]) for text in texts]
+
+
+def decode(target: Target, drafter: nn.Module | None, requests: list[Request], temperature: float, batch: int) -> Timed:
+    """One run of the loop, prefill included."""
+
+    def make_cache(layers: int, rows: int, kv_heads: int, length: int, width: int) -> RaggedKVCache:
+        return RaggedKVCache([(kv_heads, width)] * layers, rows, length, drafter.dtype, target.device)
+
+    loop = SpeculativeLoop(target, drafter, make_cache, Sampling(temperature), batch_size=batch)  # type: ignore[arg-type]
+    loop.run([Request(r.prompt_ids, 4, r.seed) for r in requests[:2]])  # warm-up
+    generations = loop.run(requests)
+    return Timed(sum(len(g.token_ids) for g in generations) / loop.clock.total_s, generations, loop)
+
+
+def row_of(name: str, batch: int, timed: Timed) -> dict[str, Any]:
+    """Speed, accepted length, and the share of time of each part."""
+    clock = timed.loop.clock
+    known = clock.prefill_s + clock.draft_s + clock.head_s + clock.verify_s + clock.extend_s
+    shares = {
+        "prefill": clock.prefill_s, "draft": clock.draft_s, "head": clock.head_s, "verify": clock.verify_s,
+        "extend": clock.extend_s, "host": clock.total_s - known,
+    }  # fmt: skip
+    return {
+        "decoding": name,
+        "batch": batch,
+        "tokens_per_s": timed.tokens_per_s,
+        "tau": timed.tau,
+        **{f"{part} %": 100 * seconds / clock.total_s for part, seconds in shares.items()},
+    }
+
+
+def transformers_speed(path: str, prompts: list[list[int]], limit: int, stop: tuple[int, ...], **extra: Any) -> Any:
+    """Tokens per second and tokens of plain `generate`, greedy, float32, batch 1."""
+    model = AutoModelForCausalLM.from_pretrained(location_of(path), dtype=torch.float32).eval()
+    settings = {
+        "max_new_tokens": limit,
+        "do_sample": False,
+        "eos_token_id": list(stop),
+        "pad_token_id": stop[0],
+    } | extra
+    with torch.no_grad():
+        model.generate(torch.tensor([prompts[0]]), **settings | {"max_new_tokens": 4})
+        started = time.perf_counter()
+        outputs = [model.generate(torch.tensor([ids]), **settings)[0, len(ids) :].tolist() for ids in prompts]
+    return sum(len(tokens) for tokens in outputs) / (time.perf_counter() - started), outputs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--target", default="embedded")
+    parser.add_argument("--drafter")
+    parser.add_argument("--prompts")
+    parser.add_argument("--num-prompts", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="bfloat16", help="of the target at temperature 1")
+    parser.add_argument("--json")
+    arguments = parser.parse_args()
+    rows, keys = [], {}
+
+    exact, drafter = load(arguments.target, arguments.drafter, "float32", arguments.device)
+    prompts = prompts_of(exact, arguments.prompts, arguments.num_prompts)
+    greedy = [Request(ids, arguments.new_tokens, seed=i) for i, ids in enumerate(prompts)]
+    stop = exact.facts.stop_ids
+    if arguments.device == "cpu":
+        speed, wanted = transformers_speed(arguments.target, prompts, arguments.new_tokens, stop)
+        lookup, _ = transformers_speed(
+            arguments.target, prompts, arguments.new_tokens, stop, prompt_lookup_num_tokens=7
+        )
+        rows += [
+            {"decoding": "transformers generate, T=0", "batch": 1, "tokens_per_s": speed},
+            {"decoding": "transformers prompt lookup, T=0", "batch": 1, "tokens_per_s": lookup},
+        ]
+    plain = decode(exact, None, greedy, 0.0, 1)
+    spec = decode(exact, drafter, greedy, 0.0, 1)
+    rows += [row_of("plain, T=0", 1, plain), row_of("drafter, T=0", 1, spec)]
+    if arguments.device == "cpu":
+        assert [g.token_ids for g in spec.generations] == wanted, "greedy tokens differ from Transformers'"
+        keys["spec_over_plain_batch1"] = spec.tokens_per_s / speed
+        keys["break_even_tau"] = spec.tau * speed / spec.tokens_per_s
+
+    sampled, drafter = load(arguments.target, arguments.drafter, arguments.dtype, arguments.device)
+    speeds = {}
+    for batch in BATCHES:
+        copies = 1 if batch == 1 else 4 if batch <= 32 else 8
+        requests = [
+            Request(ids, arguments.new_tokens, seed=100 * i + c) for c in range(copies) for i, ids in enumerate(prompts)
+        ]
+        timed = decode(sampled, drafter, requests, 1.0, batch)
+        speeds[batch] = timed.tokens_per_s
+        rows.append(row_of("drafter, T=1", batch, timed))
+    for batch in (1, 32):
+        copies = 1 if batch == 1 else 4
+        requests = [Request(ids, arguments.new_tokens, seed=i) for i, ids in enumerate(prompts * copies)]
+        rows.append(row_of("plain, T=1", batch, decode(sampled, None, requests, 1.0, batch)))
+    keys["batch32_over_batch1"] = speeds[32] / speeds[1]
+    report("decode", rows, keys, torch.device(arguments.device), arguments.json)
+
+
+if __name__ == "__main__":
+    main()
