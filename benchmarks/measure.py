@@ -55,8 +55,13 @@ def _synchronise() -> None:
         torch.cuda.synchronize()
 
 
-def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
-    """Largest number of bytes that ``work`` holds beyond what is held before it."""
+def peak_bytes(work: Callable[[], object], device: torch.device, kept: Callable[[], set[int]] = set) -> int:
+    """Largest number of bytes that ``work`` holds beyond what is held before it.
+
+    Args:
+        kept: addresses, after ``work``, of results that do not count (gradients); on a CPU they are left out from the
+            moment they are allocated, on a GPU they are subtracted from the peak.
+    """
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -64,22 +69,44 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
         work()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=False) as record:
         work()
-    # the allocator's own record: every allocation and release with its time
-    events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return _peak_of(_allocations(record.profiler.kineto_results.experimental_event_tree()), kept())
+
+
+def _allocations(events: Any) -> list[tuple[int, int, int]]:
+    """(time, address, bytes) of every allocation and, with negative bytes, every release."""
+    found, waiting = [], list(events)
+    while waiting:
+        event = waiting.pop()
+        waiting.extend(event.children)
+        fields = event.extra_fields
+        if hasattr(fields, "alloc_size"):
+            found.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+    return sorted(found)
+
+
+def _peak_of(allocations: Sequence[tuple[int, int, int]], kept: set[int]) -> int:
+    last = {address: moment for moment, address, size in allocations if size > 0}
     held, peak = 0, 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        held += event.nbytes()
+    for moment, address, size in allocations:
+        if size > 0 and address in kept and last[address] == moment:
+            continue  # this allocation became a result
+        held += size
         peak = max(peak, held)
     return peak
 
 
 def flops(work: Callable[[], object]) -> int:
     """Floating-point operations of the matrix products that ``work`` runs."""
-    with FlopCounterMode(display=False) as counter:
+    in_place = {torch.ops.aten.addmm_: _addmm_flops}  # not among the counter's own formulas
+    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
         work()
     return counter.get_total_flops()
+
+
+def _addmm_flops(_into: Any, left: Any, right: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    return 2 * left[0] * left[1] * right[1]
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype = torch.float32) -> float:

@@ -58,7 +58,7 @@ class Step:
     objective: BlockObjective
 
 
-def build(scale: Scale, device: torch.device) -> Step:
+def build(scale: Scale, device: torch.device, checkpoint: bool = True) -> Step:
     """Random weights and features."""
     torch.manual_seed(0)
     facts = TargetFacts(
@@ -74,7 +74,14 @@ def build(scale: Scale, device: torch.device) -> Step:
         nn.Linear(scale.hidden, scale.vocab, bias=False).requires_grad_(False).to(device),
     )
     drafter = DSparkDrafter(
-        facts, frozen, scale.layers, scale.gamma, head="markov", head_rank=scale.rank, confidence_head=True
+        facts,
+        frozen,
+        scale.layers,
+        scale.gamma,
+        head="markov",
+        head_rank=scale.rank,
+        confidence_head=True,
+        checkpoint=checkpoint,
     ).to(device)
     nn.init.normal_(drafter.markov_head.markov_w2.weight, std=0.02)
     ids = torch.randint(0, scale.vocab, (1, scale.context), device=device)
@@ -94,9 +101,11 @@ def ours(step: Step) -> Tensor:
 def dense(step: Step) -> Tensor:
     """The same loss, written plainly: all logits at once, autograd through everything."""
     drafter, features, blocks, objective = step.drafter, step.features, step.blocks, step.objective
-    drafter.backbone.attention = "sdpa"  # the dense mask
+    backbone = drafter.backbone
+    kept = backbone.attention, backbone.checkpoint
+    backbone.attention, backbone.checkpoint = "sdpa", False  # the dense mask, every activation
     output = drafter(features, blocks)
-    drafter.backbone.attention = "auto"
+    backbone.attention, backbone.checkpoint = kept
     head = drafter.frozen.lm_head.weight
     logits = output.hidden @ head.T + output.bias_features @ output.bias_weight.T  # [N, A, G, V]
     gamma, length = blocks.labels.shape[-1], features.final.shape[1]
@@ -119,31 +128,44 @@ def gradients(step: Step, loss: Callable[[Step], Tensor]) -> dict[str, Tensor]:
 
 
 def backward(step: Step, loss: Callable[[Step], Tensor]) -> Callable[[], None]:
-    """Forward and backward into gradients that are there already: what is held beyond them is the step's own."""
-
     def work() -> None:
-        step.drafter.zero_grad(set_to_none=False)
+        step.drafter.zero_grad(set_to_none=True)
         loss(step).backward()
 
     return work
 
 
-def compare(scale: Scale, device: torch.device, repeats: int, rate: float) -> dict[str, Any]:
+def extra_bytes(step: Step, loss: Callable[[Step], Tensor], device: torch.device) -> int:
+    """Peak bytes of a step beside weights and gradients."""
+    parameters = [p for p in step.drafter.parameters() if p.requires_grad]
+    step.drafter.zero_grad(set_to_none=True)
+
+    def work() -> None:
+        loss(step).backward()
+
+    peak = peak_bytes(work, device, lambda: {p.grad.data_ptr() for p in parameters if p.grad is not None})
+    if device.type == "cuda":
+        peak -= sum(p.numel() * p.element_size() for p in parameters)
+    return peak
+
+
+def compare(scale: Scale, device: torch.device, repeats: int, rate: float, checkpoint: bool) -> dict[str, Any]:
     """One row: equality first, then time and memory of both."""
-    step = build(scale, device)
+    step = build(scale, device, checkpoint)
     plain, chunked = gradients(step, dense), gradients(step, ours)
     for name, wanted in plain.items():
         error = (chunked[name] - wanted).norm() / wanted.norm().clamp(min=1e-12)
         assert error < 1e-3, f"{name}: gradients differ by {error:.1e}"
     del plain, chunked
     works = {"dense": backward(step, dense), "ours": backward(step, ours)}
-    memory = {name: peak_bytes(work, device) for name, work in works.items()}
+    memory = {name: extra_bytes(step, loss, device) for name, loss in (("dense", dense), ("ours", ours))}
     times = alternated(works, repeats)
     operations = flops(works["ours"])
     return {
         "scale": scale.name,
         "anchors": scale.anchors,
         "context": scale.context,
+        "checkpoint": checkpoint,
         "dense_s": times["dense"],
         "ours_s": times["ours"],
         "dense_mb": memory["dense"] / 1e6,
@@ -159,7 +181,7 @@ def ours_alone(scale: Scale, device: torch.device, repeats: int) -> dict[str, An
     step = build(scale, device)
     work = backward(step, ours)
     work()
-    memory = peak_bytes(work, device)
+    memory = extra_bytes(step, ours, device)
     times = alternated({"ours": work}, repeats)
     return {
         "scale": scale.name,
@@ -179,12 +201,14 @@ def main() -> None:
     device = torch.device(arguments.device)
     rate = matmul_rate(device)
     rows = [
-        compare(SMALL, device, arguments.repeats, rate),
-        *(compare(replace(SMOLLM2, anchors=n), device, arguments.repeats, rate) for n in (24, 96)),
+        compare(scale, device, arguments.repeats, rate, checkpoint)
+        for scale in (SMALL, replace(SMOLLM2, anchors=24), replace(SMOLLM2, anchors=96))
+        for checkpoint in (False, True)
     ]
     keys = {
         f"{name}_{row['anchors']}": row[name]
-        for row in rows[1:]
+        for row in rows[2:]
+        if row["checkpoint"]
         for name in ("memory_ratio", "time_ratio", "gemm_fraction")
     }
     keys["matmul_tflops"] = rate / 1e12

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import cast
 
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dspark_exp.contracts import KVPass
 from dspark_exp.drafters.attention import attend_blocks, block_mask, resolve_backend
@@ -17,11 +19,14 @@ from dspark_exp.drafters.geometry import DraftLayer, Geometry, RMSNorm
 
 
 class ParallelBackbone(nn.Module):
-    """``fc`` projects the taps (Eq. 2); every layer's keys and values are projections of [context ; block] (Eq. 3)."""
+    """``fc`` projects the taps (Eq. 2); every layer's keys and values are projections of [context ; block] (Eq. 3).
 
-    def __init__(self, geometry: Geometry, num_layers: int, attention: str = "auto") -> None:
+    ``checkpoint``: keep each layer's input alone and compute the layer again in the backward pass.
+    """
+
+    def __init__(self, geometry: Geometry, num_layers: int, attention: str = "auto", checkpoint: bool = False) -> None:
         super().__init__()
-        self.attention = attention
+        self.attention, self.checkpoint = attention, checkpoint
         self.fc = nn.Linear(geometry.num_taps * geometry.hidden_size, geometry.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(geometry.hidden_size, eps=geometry.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(geometry, geometry.hidden_size) for _ in range(num_layers))
@@ -47,8 +52,8 @@ class ParallelBackbone(nn.Module):
         context = self.context(taps_NSE)
         slots = anchors_NA[..., None] + _arange(block_size, anchors_NA)
         rotation_context, rotation_block = self.rotary(positions_NS), self.rotary(slots)
-        hidden = block_NAGd
-        for layer in self._blocks():
+
+        def run(layer: DraftLayer, hidden: Tensor, context: Tensor) -> Tensor:
             normed = layer.input_layernorm(hidden)
             context_key, context_value = layer.self_attn.key_value(context, rotation_context)
             block_key, block_value = layer.self_attn.key_value(normed, rotation_block)
@@ -63,7 +68,14 @@ class ParallelBackbone(nn.Module):
                 backend,
                 mask,
             )
-            hidden = layer.finish(hidden, attended)
+            return layer.finish(hidden, attended)
+
+        hidden = block_NAGd
+        for layer in self._blocks():
+            if self.checkpoint and torch.is_grad_enabled():
+                hidden = checkpoint(run, layer, hidden, context, use_reentrant=False, preserve_rng_state=False)
+            else:
+                hidden = run(layer, hidden, context)
         return self.norm(hidden)
 
     def extend(self, taps_BE: Tensor, plan: KVPass) -> None:

@@ -42,6 +42,7 @@ class BlockDrafter(nn.Module):
         confidence_with_markov: whether that head also reads W1[x_{k-1}] (Eq. 7); needs a sequential head.
         intermediate_size: feed-forward width; null = the target's.
         attention: training attention backend: auto, eager, sdpa or flex.
+        checkpoint: activation checkpointing: layers are computed again in the backward pass, memory falls.
 
     Raises:
         ConfigError: a size below one, an unknown head or backend.
@@ -61,13 +62,14 @@ class BlockDrafter(nn.Module):
         confidence_with_markov: bool = True,
         intermediate_size: int | None = None,
         attention: str = "auto",
+        checkpoint: bool = False,
     ) -> None:
         check_positive(num_layers=num_layers, block_size=block_size)
         geometry = Geometry.of(facts, intermediate_size)
         super().__init__()
         self.block_size, self.mask_token_id, self.num_layers = block_size, facts.mask_token_id, num_layers
         self.geometry = geometry
-        self.backbone = ParallelBackbone(geometry, num_layers, attention)
+        self.backbone = ParallelBackbone(geometry, num_layers, attention, checkpoint)
         self._frozen = (frozen,)  # a tuple, so that the target's weights are not registered, saved or trained
         initialise(self)
         self.markov_head, self.confidence_head = None, None

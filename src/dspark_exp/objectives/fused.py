@@ -28,7 +28,7 @@ class SlotLosses:
     total: Tensor  # [] differentiable: sum_m weight_m * (ce*CE + l1*L1 + soft_ce*SoftCE)
     ce: Tensor  # [M]
     l1: Tensor  # [M]
-    soft_ce: Tensor  # [M]
+    soft_ce: Tensor  # [M]; zero where its coefficient is
     accept: Tensor  # [M]
 
 
@@ -108,7 +108,7 @@ class _SlotLosses(torch.autograd.Function):
                 logits, slope = _capped(hidden[slots].to(dtype) @ head.T, softcap, needs_slope=needs_grad)
                 z = None if bias_features is None else bias_features[slots].to(dtype)
                 if z is not None and bias_head is not None:
-                    logits = torch.addmm(logits, z, bias_head.T)
+                    logits.addmm_(z, bias_head.T)
                 local = position[slots] - context.start
                 # logits become their own gradient, tile by tile
                 _tiles(logits, target, local, labels[slots], weights[slots], coefficients, terms[:, slots], needs_grad)
@@ -124,7 +124,11 @@ class _SlotLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, *rest = (grad * grad_total.to(grad.dtype) for grad in ctx.saved_tensors)
+        gradients = ctx.saved_tensors
+        # a factor of one is the common case, and the bias weight's gradient is large; on a GPU asking would wait for it
+        if grad_total.is_cuda or float(grad_total) != 1.0:
+            gradients = tuple(grad * grad_total.to(grad.dtype) for grad in gradients)
+        grad_hidden, *rest = gradients
         grad_features, grad_weight = rest if ctx.has_bias else (None, None)
         return grad_hidden, None, grad_features, grad_weight, *(None,) * 7
 
@@ -153,7 +157,10 @@ class _Gradients:
         self.hidden[slots] = (before_cap @ head).to(self.hidden.dtype)
         if self.features is not None and self.weight is not None and features is not None and bias_head is not None:
             self.features[slots] = (grad @ bias_head).to(self.features.dtype)
-            self.weight += grad.T @ features
+            if grad.dtype == self.weight.dtype:
+                self.weight.addmm_(grad.T, features)
+            else:
+                self.weight += grad.T @ features
 
     def saved(self) -> list[Tensor]:
         weight = None if self.weight is None else self.weight.to(self._weight_dtype)
@@ -206,31 +213,36 @@ def _tile_terms(
     ce, l1, soft_ce = coefficients
     log_q = logits.log_softmax(-1)
     terms[0] = -log_q.gather(-1, labels[:, None]).squeeze(-1)
-    terms[2] = -torch.linalg.vecdot(p, log_q)
+    if soft_ce:
+        terms[2] = -torch.linalg.vecdot(p, log_q)
     q = log_q.exp_()
     difference = q - p
-    distance = difference.abs().sum(-1)
+    distance = torch.linalg.vector_norm(difference, ord=1, dim=-1)
     terms[1] = distance
     terms[3] = (1 - distance / 2).clamp(0, 1)
     if not needs_grad:
         return None
     # d CE = q - onehot;  d SoftCE = q - p;  d L1 = q * (s - <q, s>) with s = sign(q - p)
-    grad = difference * soft_ce if soft_ce else torch.zeros_like(q)
+    soft = difference * soft_ce if soft_ce else None
     if l1:
         sign = difference.sign_()
         offset = ce - l1 * torch.linalg.vecdot(q, sign)
-        grad = grad.add_(sign.mul_(l1).add_(offset[:, None]).mul_(q))
-    elif ce:
-        grad = grad.add_(q, alpha=ce)
+        grad = sign.mul_(l1).add_(offset[:, None]).mul_(q)
+    else:
+        grad = q.mul_(ce)
+    if soft is not None:
+        grad = grad.add_(soft)
     if ce:
         grad.scatter_add_(-1, labels[:, None], grad.new_full((len(labels), 1), -ce))
     return grad
 
 
 def _chunks(position: Tensor, num_positions: int, vocab: int, chunk_elements: int) -> list[tuple[slice, slice]]:
-    """Split at context positions, so that no position's target logits are computed twice."""
+    """Equal chunks, split at context positions, so that no position's target logits are computed twice."""
     num_slots = torch.bincount(position, minlength=num_positions).tolist()
-    budget = max(1, chunk_elements // vocab)
+    most = max(1, chunk_elements // vocab)
+    num_chunks = max(1, -(-len(position) // most))
+    budget = max(1, -(-len(position) // num_chunks))
     chunks, slot, context = [], 0, 0
     while context < num_positions:
         end_context, end_slot = context, slot

@@ -96,7 +96,7 @@ class BlockObjective:
             output.hidden.flatten(0, -2)[picked.index],
             frozen.rows,
             None if bias is None else bias.flatten(0, -2)[picked.index],
-            None if output.bias_weight is None else output.bias_weight[: len(frozen.rows)],
+            _usable(output.bias_weight, len(frozen.rows)),
             features.final.flatten(0, 1)[picked.context],
             picked.position,
             blocks.labels.flatten()[picked.index],
@@ -216,6 +216,11 @@ def _sorted_live(blocks: AnchorBlocks, length: int) -> _Picked:
     order = key.argsort(stable=True)
     distinct, position = key[order].unique_consecutive(return_inverse=True)
     return _Picked(index[order], distinct, position)
+
+
+def _usable(weight: Tensor | None, rows: int) -> Tensor | None:
+    """The rows of tokens that exist; the tensor itself where there is no padding, so that nothing is copied."""
+    return weight if weight is None or len(weight) == rows else weight[:rows]
 
 
 def _weighted_terms(losses: SlotLosses, weights: Tensor) -> dict[str, Tensor]:
