@@ -3,7 +3,7 @@
 The dense one keeps every logit: a dense [A*G, S + A*G] mask, full draft and target logits per slot, autograd through
 softmaxes. Both give the same loss and gradients; that is checked before anything is timed.
 
-    python benchmarks/train_step.py [--device cpu|cuda] [--json FILE]
+    python benchmarks/train_step.py [--device cpu|cuda] [--slopes] [--json FILE]
     python benchmarks/train_step.py --device meta      # bytes and FLOPs at Qwen3-4B scale, nothing is computed
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from dspark_exp.contracts import AnchorBlocks, FrozenHead, TargetFacts, TargetFe
 from dspark_exp.data.anchors import draw_anchors
 from dspark_exp.drafters import DSparkDrafter
 from dspark_exp.objectives import BlockObjective
+from dspark_exp.objectives.fused import CHUNK_ELEMENTS
 from measure import alternated, flops, matmul_rate, peak_bytes, report
 
 
@@ -179,25 +181,106 @@ def compare(scale: Scale, device: torch.device, repeats: int, rate: float, check
 def ours_alone(scale: Scale, device: torch.device, repeats: int) -> dict[str, Any]:
     """Time and memory where the dense one need not fit: for the slopes."""
     step = build(scale, device)
-    work = backward(step, ours)
-    work()
-    memory = extra_bytes(step, ours, device)
-    times = alternated({"ours": work}, repeats)
+    seconds = alternated({"ours": backward(step, ours)}, repeats)["ours"]
     return {
         "scale": scale.name,
         "anchors": scale.anchors,
         "context": scale.context,
-        "ours_s": times["ours"],
-        "ours_mb": memory / 1e6,
+        "ours_s": seconds,
+        "ours_mb": extra_bytes(step, ours, device) / 1e6,
+        "computed_mb": extra_bytes_computed(scale) / 1e6,
     }
 
 
+def extra_bytes_computed(scale: Scale, itemsize: int = 4, keeps_scores: bool = True) -> float:
+    """Peak bytes beside weights and gradients, layers checkpointed: the larger of two moments.
+
+    At the loss: every layer's input, and one chunk of draft and target logits with a widened tile. In the backward
+    pass: every layer's input, and all of one layer: its projections, and (``keeps_scores``: without a fused attention
+    kernel) its attention scores four times, as scored, joined, widened and normalised.
+    """
+    slots = scale.anchors * scale.gamma
+    heads, width = scale.heads * scale.head_dim, 2 * scale.kv_heads * scale.head_dim
+    kept = itemsize * (scale.layers * slots * scale.hidden + 4 * scale.context * scale.hidden)
+    logits = min(CHUNK_ELEMENTS, slots * scale.vocab)
+    targets = min(CHUNK_ELEMENTS, min(slots, scale.context) * scale.vocab)
+    at_loss = kept + itemsize * (logits + targets) + 4 * (slots * (scale.hidden + scale.rank)) + 6 * TILE_BYTES
+    layer = itemsize * (slots * (8 * scale.hidden + 4 * heads + 4 * scale.intermediate) + 4 * scale.context * width)
+    scores = itemsize * scale.heads * slots * (scale.context + scale.gamma) * (4 if keeps_scores else 0)
+    return max(at_loss, kept + layer + scores)
+
+
+TILE_BYTES = 4 * (1 << 19)
+_DRAWN = (("ours_s", "seconds a step"), ("ours_mb", "extra memory, MB"))
+
+
+def at_qwen3_4b_scale() -> dict[str, Any]:
+    """Bytes and FLOPs that are computed, not run: bfloat16, 512 anchors, FlexAttention (no scores are kept)."""
+    scale = QWEN3_4B
+    slots = scale.anchors * scale.gamma
+    weights = scale.layers * (
+        scale.hidden * scale.head_dim * (2 * scale.heads + 2 * scale.kv_heads) + 3 * scale.hidden * scale.intermediate
+    )
+    head = scale.hidden * scale.vocab
+    operations = 8 * weights * slots + 4 * head * slots + 2 * head * min(slots, scale.context)
+    operations += 6 * scale.vocab * scale.rank * slots + 6 * scale.taps * scale.hidden**2 * scale.context
+    dense_logits = slots * scale.vocab * 4
+    return {
+        "scale": scale.name,
+        "anchors": scale.anchors,
+        "context": scale.context,
+        "computed_mb": extra_bytes_computed(scale, itemsize=2, keeps_scores=False) / 1e6,
+        "tflop": operations / 1e12,
+        "one_copy_of_all_logits_mb": dense_logits / 1e6,
+    }
+
+
+def slopes(device: torch.device, repeats: int) -> list[dict[str, Any]]:
+    """Anchors at one context length, then context lengths at one number of anchors."""
+    by_anchors = [replace(SMOLLM2, anchors=n) for n in (12, 24, 48, 96, 144)]
+    by_context = [replace(SMOLLM2, anchors=48, context=n) for n in (128, 512, 1024)]
+    return [ours_alone(scale, device, repeats) for scale in by_anchors + by_context]
+
+
+def draw_slopes(rows: list[dict[str, Any]], path: Path) -> None:
+    """Seconds and extra memory against anchors and against context length, with straight lines through them."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    figure, axes = plt.subplots(2, 2, figsize=(9, 6))
+    for column, (name, other, fixed) in enumerate((("anchors", "context", 256), ("context", "anchors", 48))):
+        picked = sorted((row for row in rows if row[other] == fixed), key=lambda row: row[name])
+        x = np.array([row[name] for row in picked])
+        for axis, key, unit in zip(
+            axes[:, column], ("ours_s", "ours_mb"), ("seconds a step", "extra memory, MB"), strict=True
+        ):
+            y = np.array([row[key] for row in picked])
+            slope, start = np.polyfit(x, y, 1)
+            axis.plot(x, y, "o", color="#0072B2")
+            axis.plot(x, start + slope * x, color="#0072B2", lw=1)
+            axis.set_xlabel(f"{name} (at {fixed} {other})")
+            axis.set_ylabel(unit)
+            axis.set_ylim(0)
+            axis.set_title(f"{slope:.3g} per {name.rstrip('s')}", fontsize=10)
+            axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle("A training step at SmolLM2 size: linear in anchors and in context")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--slopes", action="store_true", help="also time over anchors and context, and draw it")
     parser.add_argument("--json")
     arguments = parser.parse_args()
+    if arguments.device == "meta":
+        report("train_step", [at_qwen3_4b_scale()], {}, torch.device("cpu"), arguments.json)
+        return
     device = torch.device(arguments.device)
     rate = matmul_rate(device)
     rows = [
@@ -212,6 +295,15 @@ def main() -> None:
         for name in ("memory_ratio", "time_ratio", "gemm_fraction")
     }
     keys["matmul_tflops"] = rate / 1e12
+    if arguments.slopes:
+        lines = slopes(device, arguments.repeats)
+        rows += lines
+        keys["computed_over_measured_memory"] = max(row["computed_mb"] / row["ours_mb"] for row in lines)
+        keys["measured_over_computed_memory"] = max(row["ours_mb"] / row["computed_mb"] for row in lines)
+        if arguments.json:
+            draw_slopes(lines, Path(arguments.json).with_suffix(".png"))
+    rows.append(at_qwen3_4b_scale())
+    keys["extra_gb_qwen3_4b_512_anchors"] = rows[-1]["computed_mb"] / 1000
     report("train_step", rows, keys, device, arguments.json)
 
 
