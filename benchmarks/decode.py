@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from dspark_exp.allocator import keep_freed_memory
 from dspark_exp.data.benchmarks import synthetic_prompts
 from dspark_exp.data.rendering import render_prompt
 from dspark_exp.decoding import Generation, Request, Sampling, SpeculativeLoop
@@ -129,6 +130,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", help="of the target at temperature 1")
     parser.add_argument("--json")
     arguments = parser.parse_args()
+    if arguments.device == "cpu":
+        keep_freed_memory()  # as every run does, for Transformers' own decoding, too
     rows, keys = [], {}
 
     exact, drafter = load(arguments.target, arguments.drafter, "float32", arguments.device)

@@ -11,6 +11,7 @@ import torch
 from hydra.utils import get_class
 from torch import nn
 
+from dspark_exp.allocator import keep_freed_memory
 from dspark_exp.config import ExperimentConfig, SamplingConfig
 from dspark_exp.contracts import FrozenHead
 from dspark_exp.data import language
@@ -29,12 +30,14 @@ def open_target(config: ExperimentConfig) -> Target:
     """Load the target onto the device that training and decoding will use."""
     if config.trainer.num_threads is not None:
         torch.set_num_threads(config.trainer.num_threads)
-    wanted = config.target
+    wanted, device = config.target, device_of(config.trainer.accelerator)
+    if device == "cpu":
+        keep_freed_memory()
     return load_target(
         wanted.name,
         wanted.path,
         dtype=wanted.dtype,
-        device=device_of(config.trainer.accelerator),
+        device=device,
         layer_ids=wanted.layer_ids,
         num_feature_layers=wanted.num_feature_layers,
         mask_token_id=wanted.mask_token_id,
