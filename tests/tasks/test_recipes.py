@@ -103,7 +103,7 @@ def test_an_estimate_of_disk_is_what_the_store_takes() -> None:
 
 
 def test_an_estimate_is_printed_for_every_mode(capsys: pytest.CaptureFixture[str]) -> None:
-    run_estimate(_config())
+    run_estimate(_config("drafter.init_from=not/there/yet"))
     shown = capsys.readouterr().out
     for expected in ("stored (chosen)", "bounded", "online", "this machine", "at most"):
         assert expected in shown

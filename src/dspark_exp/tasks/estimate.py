@@ -10,7 +10,7 @@ import json
 import random
 import shutil
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,8 @@ def on_meta(config: ExperimentConfig) -> tuple[Target, nn.Module]:
         rows = model.get_input_embeddings().weight.shape[0]
         vocabulary = VocabSpec(rows, rows, rows, mask_id=wanted.mask_token_id or 0, pad_id=1, stop_ids=(rows - 1,))
         target = target_of(wanted.name, model, None, layer_ids=ids, vocabulary=vocabulary, revision="")
-        drafter = build_drafter(config, target)
+        unloaded = replace(config, drafter=replace(config.drafter, init_from=None))  # shapes alone, no weights
+        drafter = build_drafter(unloaded, target)
     return target, drafter
 
 
