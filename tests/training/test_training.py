@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from dspark_exp.tasks import train_eval as recipe
 from dspark_exp.tasks.building import build_drafter, open_target
 from dspark_exp.tasks.prepare_data import prepare_data
 from dspark_exp.tasks.train_eval import Job, load_drafter, train_eval
-from dspark_exp.training import Optimization, as_features, collate
+from dspark_exp.training import Optimization, as_features, callbacks, collate
 
 MakeJob = Callable[..., Job]
 DRAFTERS = ("dflash", "dspark_markov", "dspark_gated", "dspark_rnn", "eagle3")
@@ -92,6 +93,7 @@ def test_a_job_writes_the_whole_metric_sheet(make_job: MakeJob, drafter: str) ->
         assert len(row["conditional_acceptance"]) == len(row["position_counts"]) == 4
         assert ("confidence" in row) == (drafter == "dspark_markov")
         assert row["verify_rate"] == pytest.approx(row["tau"] / (row["verified_per_round"] + 1))
+    assert 0 < results["training"]["data_wait_share"] < 1
     provenance = results["provenance"]
     assert provenance["stop_ids"]
     assert provenance["evaluation"]["sampling"] == {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
@@ -168,3 +170,23 @@ def test_the_ramp_moves_from_cross_entropy_to_the_papers_weights() -> None:
     assert objective.weights_at(0.25) == pytest.approx((0.55, 0.45))
     assert objective.weights_at(0.5) == objective.weights_at(1.0) == pytest.approx((0.1, 0.9))
     assert BlockObjective(0.1, 0.9, 1.0).weights_at(0.0) == pytest.approx((0.1, 0.9))
+
+
+def test_waiting_for_data_is_measured_between_steps_and_not_over_validation(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(callbacks.time, "perf_counter", lambda: now[0])
+    module, wait = MagicMock(), callbacks.DataWait()
+
+    def step(arrives: float, ends: float) -> None:
+        now[0] = arrives
+        wait.on_train_batch_start(MagicMock(), module, None, 0)
+        now[0] = ends
+        wait.on_train_batch_end(MagicMock(), module, None, None, 0)
+
+    step(5, 7)  # the first batch has nothing to wait behind
+    step(8, 10)  # waited 1
+    wait.on_validation_start(MagicMock(), module)
+    step(50, 52)  # 40 seconds of validation
+    assert (wait.waiting_s, wait.working_s) == (1, 6)
+    assert wait.share == pytest.approx(1 / 7)
+    module.log.assert_called_with("train/data_wait_share", pytest.approx(1 / 7))

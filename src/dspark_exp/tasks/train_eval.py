@@ -32,7 +32,7 @@ from dspark_exp.tasks.evaluate import Evaluation, draft_lengths, evaluate
 from dspark_exp.tasks.prepare_data import PreparedData, compute_of, prepare_data
 from dspark_exp.tasks.provenance import provenance
 from dspark_exp.tracking import JobTracker
-from dspark_exp.training import DrafterData, DrafterModule, Optimization
+from dspark_exp.training import DataWait, DrafterData, DrafterModule, Optimization
 
 log = logging.getLogger(__name__)
 
@@ -150,6 +150,7 @@ def _train(
     folder = job.folder / "checkpoints"
     best = ModelCheckpoint(folder, "best", monitor="val/tau", mode="max", enable_version_counter=False)
     newest = ModelCheckpoint(folder, "last", enable_version_counter=False)  # after every validation, to resume from
+    wait = DataWait()
     trainer = L.Trainer(
         max_steps=wanted.max_steps,
         max_epochs=1,  # one epoch is the whole run: the sampler counts steps
@@ -162,7 +163,7 @@ def _train(
         num_sanity_val_steps=0,
         log_every_n_steps=wanted.log_every_steps,
         logger=tracker.logger,
-        callbacks=[best, newest, RichProgressBar()],
+        callbacks=[best, newest, wait, RichProgressBar()],
         use_distributed_sampler=False,
         enable_model_summary=False,
         default_root_dir=job.folder,
@@ -175,6 +176,7 @@ def _train(
     selected = load_drafter(chosen, module.drafter)
     return {
         "seconds": {"train": seconds},
+        "data_wait_share": wait.share,
         "steps": trainer.global_step,
         "selected_step": selected,
         "checkpoint": chosen.name,
