@@ -111,6 +111,7 @@ class TrainerConfig:
     objective_ramp: float  # share of training over which CE blends into the drafter's objective; 0 = never
     validate_every_steps: int
     log_every_steps: int
+    compile: bool  # torch.compile of the drafter's training pass
     accelerator: str
     precision: str  # auto | 32-true | bf16-mixed | ...
     num_workers: int

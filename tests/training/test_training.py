@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -190,3 +191,12 @@ def test_waiting_for_data_is_measured_between_steps_and_not_over_validation(monk
     assert (wait.waiting_s, wait.working_s) == (1, 6)
     assert wait.share == pytest.approx(1 / 7)
     module.log.assert_called_with("train/data_wait_share", pytest.approx(1 / 7))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs a C++ compiler")
+def test_a_compiled_step_is_the_same_step(make_job: MakeJob) -> None:
+    results = [train_eval(make_job(f"trainer.compile={flag}", "trainer.max_steps=4")) for flag in ("false", "true")]
+    plain, compiled = (result["training"]["learning_curve"] for result in results)
+    assert compiled == plain
+    assert results[0]["rows"][0]["emitted_by_prompt"] == results[1]["rows"][0]["emitted_by_prompt"]

@@ -99,6 +99,10 @@ class BlockDrafter(nn.Module):
 
     # training
 
+    def compile_training(self) -> None:
+        """Compile the backbone's training pass; names of parameters stay as they are, decoding is not touched."""
+        self.backbone.compile(dynamic=True)
+
     def forward(self, features: TargetFeatures, blocks: AnchorBlocks) -> BlockOutput:
         """Teacher-forced blocks of a batch (no token after an anchor's block, no feature at or after it, is read)."""
         taps = features.taps

@@ -71,6 +71,10 @@ class Eagle3Drafter(nn.Module):
         """None: there is no sequential head."""
         return []
 
+    def compile_training(self) -> None:
+        """Compile the training pass; names of parameters stay as they are, decoding is not touched."""
+        self.compile(dynamic=True)
+
     def forward(self, features: TargetFeatures, horizon: int) -> list[Tensor]:
         """Training-time test: hidden states [N, S, d] of each of ``horizon`` steps, before the final norm."""
         dtype = self.fc.weight.dtype

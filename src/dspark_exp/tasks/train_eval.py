@@ -124,6 +124,8 @@ def _module(config: ExperimentConfig, target: Target, drafter: Any) -> DrafterMo
         wanted.beta2,
         wanted.clip,
     )
+    if wanted.compile:
+        drafter.compile_training()
     module: DrafterModule = build_module(
         config,
         drafter,
