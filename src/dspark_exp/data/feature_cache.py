@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dspark_exp.data.feature_store import pad_rows
 from dspark_exp.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -63,14 +64,10 @@ class FeatureCache:
                 parts = (taps[position, : lengths[index]], final[position, : lengths[index]])
                 rows[index] = tuple(part.to("cpu", self._dtype).contiguous() for part in parts)
                 self._store(keys[index], rows[index])
-        return self._padded(rows, 0, input_ids), self._padded(rows, 1, input_ids)
-
-    def _padded(self, rows: list[tuple[Tensor, ...] | None], part: int, ids: Tensor) -> Tensor:
-        tensors = [row[part] for row in rows if row is not None]
-        out = tensors[0].new_zeros(*ids.shape, tensors[0].shape[-1])
-        for index, tensor in enumerate(tensors):
-            out[index, : len(tensor)] = tensor
-        return out.to(ids.device)
+        found = [row for row in rows if row is not None]
+        width = input_ids.shape[1]
+        taps, final = (pad_rows([row[part] for row in found], width).to(input_ids.device) for part in (0, 1))
+        return taps, final
 
     def _load(self, key: str) -> tuple[Tensor, ...] | None:
         if key not in self._sizes:

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from dspark_exp.data.manifest import check_manifest
+from dspark_exp.data.manifest import check_manifest, write_json
 from dspark_exp.data.rendering import Row
 from dspark_exp.errors import ConfigError
 from dspark_exp.hashing import file_digest, short_digest
@@ -168,7 +168,7 @@ def _write_shards(
             temporary.replace(path)
         checksums.append(file_digest(path))
         on_shard(shard + 1, num_shards)
-    _write_json(folder / "index.json", {"num_rows": len(rows), "starts": starts, "sha256": checksums})
+    write_json(folder / "index.json", {"num_rows": len(rows), "starts": starts, "sha256": checksums})
 
 
 def _compute_shard(
@@ -210,6 +210,14 @@ def pad_ids(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Te
     return ids, mask
 
 
+def pad_rows(tensors: Sequence[Tensor], length: int) -> Tensor:
+    """Tensors [S_i, ...] stacked to [N, length, ...], zeros behind each."""
+    out = tensors[0].new_zeros(len(tensors), length, *tensors[0].shape[1:])
+    for index, tensor in enumerate(tensors):
+        out[index, : len(tensor)] = tensor
+    return out
+
+
 def _check_free_disk(folder: Path, num_bytes: int) -> None:
     if (folder / "index.json").exists():
         return
@@ -227,7 +235,7 @@ def make_room(root: Path, wanted: Path, num_bytes: int, max_bytes: int) -> None:
     """Delete the least recently used stores under ``root`` that nobody reads, until ``num_bytes`` more fit."""
     others = [path for path in root.glob("*") if path.is_dir() and path != wanted]
     sizes = {path: sum(file.stat().st_size for file in path.iterdir()) for path in others}
-    for path in sorted(others, key=lambda other: (other / "in_use").stat().st_mtime if hold_exists(other) else 0.0):
+    for path in sorted(others, key=_last_used):
         if sum(sizes.values()) + num_bytes <= max_bytes:
             return
         if is_free(path):
@@ -247,8 +255,9 @@ def hold(folder: Path) -> Any:
     return stream
 
 
-def hold_exists(folder: Path) -> bool:
-    return (folder / "in_use").exists()
+def _last_used(folder: Path) -> float:
+    marker = folder / "in_use"
+    return marker.stat().st_mtime if marker.exists() else 0.0
 
 
 def is_free(folder: Path) -> bool:
@@ -282,7 +291,7 @@ def _corrupt_shards(folder: Path) -> list[Path]:
 
 def _remember(folder: Path) -> None:
     """Sizes and times of shards whose contents were just checked or written."""
-    _write_json(folder / "verified.json", {path.name: _stamp(path) for path in folder.glob("shard-*.safetensors")})
+    write_json(folder / "verified.json", {path.name: _stamp(path) for path in folder.glob("shard-*.safetensors")})
 
 
 def _stamp(path: Path) -> list[int]:
@@ -298,9 +307,3 @@ def _rows_digest(rows: Sequence[Row]) -> str:
 
 def _shard_name(shard: int) -> str:
     return f"shard-{shard:05d}.safetensors"
-
-
-def _write_json(path: Path, value: Any) -> None:
-    temporary = path.with_suffix(".partial")
-    temporary.write_text(json.dumps(value, indent=1))
-    temporary.replace(path)

@@ -26,6 +26,11 @@ def check_manifest(path: Path, manifest: dict[str, Any], what: str) -> None:
             raise DataError(f"{path} was made with other settings: {'; '.join(changed)}. Give another {what}.")
         return
     path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, manifest)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file whole or not at all."""
     temporary = path.with_suffix(".partial")
-    temporary.write_text(json.dumps(manifest, indent=1))
+    temporary.write_text(json.dumps(value, indent=1))
     temporary.replace(path)

@@ -90,7 +90,7 @@ def read_drafter(location: str | Path, target: Target) -> nn.Module:
     config = read_config(location)
     _check_target(config, target, location)
     drafter = _build(config, target)
-    load_weights(drafter, location, target)
+    _fill(drafter, config, location, target)
     return drafter.to(target.device)
 
 
@@ -98,6 +98,10 @@ def load_weights(drafter: nn.Module, location: str | Path, target: Target) -> No
     """Fill a drafter of the checkpoint's own shape; see ``read_drafter`` for what is refused."""
     config = read_config(location)
     _check_target(config, target, location)
+    _fill(drafter, config, location, target)
+
+
+def _fill(drafter: nn.Module, config: DeepSpecConfig, location: str | Path, target: Target) -> None:
     weights = read_tensors(resolve(location))
     _check_shared(weights, target, location)
     wanted = drafter.state_dict()

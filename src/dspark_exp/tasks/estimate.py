@@ -22,6 +22,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from dspark_exp.config import ExperimentConfig
+from dspark_exp.data.feature_store import DTYPES
 from dspark_exp.data.rendering import render_conversation, render_prompt
 from dspark_exp.data.sources import Conversation
 from dspark_exp.errors import ConfigError, DataError
@@ -254,7 +255,6 @@ def free_gb(config: ExperimentConfig) -> tuple[float, float]:
 
 
 def _itemsize(dtype: str) -> int:
-    sizes = {"float32": 4, "bfloat16": 2, "float16": 2}
-    if dtype not in sizes:
-        raise ConfigError(f"dtype {dtype!r} is unknown; choose from {', '.join(sizes)}.")
-    return sizes[dtype]
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is unknown; choose from {', '.join(DTYPES)}.")
+    return DTYPES[dtype].itemsize

@@ -16,6 +16,7 @@ from torch import nn
 
 from dspark_exp.config import ExperimentConfig, flattened, job_key
 from dspark_exp.data.benchmarks import Prompt
+from dspark_exp.data.manifest import write_json
 from dspark_exp.errors import CheckpointError
 from dspark_exp.hashing import short_digest
 from dspark_exp.reports import merged, pooled_by_domain, print_table
@@ -80,7 +81,7 @@ def train_eval(job: Job) -> dict[str, Any]:
         results = _results(job, target, data, training, evaluation, _prompt_hashes(benchmarks))
         results["seconds"] = {**training["seconds"], "prepare": prepared_s, "total": time.perf_counter() - started}
         (job.folder / "rounds.json").write_text(json.dumps(evaluation.rounds))
-        _write_atomically(job.results_path, results)
+        write_json(job.results_path, results)
         tracker.log_results(_final_metrics(results), [job.results_path, job.folder / "config.json"])
     return results
 
@@ -237,9 +238,3 @@ def _results(
 
 def _prompt_hashes(benchmarks: dict[str, list[Prompt]]) -> dict[str, str]:
     return {name: short_digest([p.messages for p in prompts]) for name, prompts in benchmarks.items()}
-
-
-def _write_atomically(path: Path, value: Any) -> None:
-    temporary = path.with_suffix(".partial")
-    temporary.write_text(json.dumps(value, indent=1))
-    temporary.replace(path)

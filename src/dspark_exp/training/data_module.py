@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from dspark_exp.contracts import TargetFeatures
-from dspark_exp.data.feature_store import StoredRow, pad_ids
+from dspark_exp.data.feature_store import StoredRow, pad_ids, pad_rows
 from dspark_exp.errors import ConfigError
 
 
@@ -122,12 +122,12 @@ class DrafterData(L.LightningDataModule):
 def collate(items: Sequence[StoredRow], pad_id: int) -> dict[str, Tensor]:
     """Right-padded batch; ``taps`` and ``final`` are there when every row carries them."""
     ids, mask = pad_ids([item.input_ids.tolist() for item in items], pad_id)
-    supervised = _pad([item.supervised for item in items], ids.shape[1])
+    supervised = pad_rows([item.supervised for item in items], ids.shape[1])
     batch = {"input_ids": ids, "attention_mask": mask, "supervised": supervised}
     taps = [item.taps for item in items if item.taps is not None]
     final = [item.final for item in items if item.final is not None]
     if len(taps) == len(items) == len(final):
-        batch |= {"taps": _pad(taps, ids.shape[1]), "final": _pad(final, ids.shape[1])}
+        batch |= {"taps": pad_rows(taps, ids.shape[1]), "final": pad_rows(final, ids.shape[1])}
     return batch
 
 
@@ -136,11 +136,3 @@ def as_features(batch: dict[str, Tensor]) -> TargetFeatures:
     return TargetFeatures(
         batch["input_ids"], batch["supervised"], batch["taps"], batch["final"], batch["attention_mask"].sum(1)
     )
-
-
-def _pad(tensors: Sequence[Tensor], length: int) -> Tensor:
-    first = tensors[0]
-    out = first.new_zeros(len(tensors), length, *first.shape[1:])
-    for index, tensor in enumerate(tensors):
-        out[index, : len(tensor)] = tensor
-    return out
