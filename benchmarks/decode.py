@@ -46,8 +46,14 @@ class Timed:
         return sum(r.emitted for r in rounds) / max(1, len(rounds))
 
 
-def load(path: str, drafter: str | None, dtype: str, device: str) -> tuple[Target, nn.Module]:
+def load(path: str, drafter: str | None, dtype: str, device: str, attention: str) -> tuple[Target, nn.Module]:
     """Target and drafter; the drafter's own layer ids and mask decide the target's."""
+    target, network = _load(path, drafter, dtype, device)
+    target.attention = attention
+    return target, network
+
+
+def _load(path: str, drafter: str | None, dtype: str, device: str) -> tuple[Target, nn.Module]:
     if drafter is None:
         target = load_target("tiny", path, dtype=dtype, device=device, num_feature_layers=3)
         torch.manual_seed(0)
@@ -78,7 +84,8 @@ def decode(target: Target, drafter: nn.Module | None, requests: list[Request], t
     """One run of the loop, prefill included."""
 
     def make_cache(layers: int, rows: int, kv_heads: int, length: int, width: int) -> RaggedKVCache:
-        return RaggedKVCache([(kv_heads, width)] * layers, rows, length, drafter.dtype, target.device)
+        layer_kv = [(kv_heads, width)] * layers
+        return RaggedKVCache(layer_kv, rows, length, drafter.dtype, target.device, target.attention)
 
     loop = SpeculativeLoop(target, drafter, make_cache, Sampling(temperature), batch_size=batch)  # type: ignore[arg-type]
     loop.run([Request(r.prompt_ids, 4, r.seed) for r in requests[:2]])  # warm-up
@@ -128,13 +135,14 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16", help="of the target at temperature 1")
+    parser.add_argument("--attention", default="auto", help="of the caches: sdpa or flex")
     parser.add_argument("--json")
     arguments = parser.parse_args()
     if arguments.device == "cpu":
         keep_freed_memory()  # as every run does, for Transformers' own decoding, too
     rows, keys = [], {}
 
-    exact, drafter = load(arguments.target, arguments.drafter, "float32", arguments.device)
+    exact, drafter = load(arguments.target, arguments.drafter, "float32", arguments.device, arguments.attention)
     prompts = prompts_of(exact, arguments.prompts, arguments.num_prompts)
     greedy = [Request(ids, arguments.new_tokens, seed=i) for i, ids in enumerate(prompts)]
     stop = exact.facts.stop_ids
@@ -155,7 +163,7 @@ def main() -> None:
         keys["spec_over_plain_batch1"] = spec.tokens_per_s / speed
         keys["break_even_tau"] = spec.tau * speed / spec.tokens_per_s
 
-    sampled, drafter = load(arguments.target, arguments.drafter, arguments.dtype, arguments.device)
+    sampled, drafter = load(arguments.target, arguments.drafter, arguments.dtype, arguments.device, arguments.attention)
     speeds = {}
     for batch in BATCHES:
         copies = 1 if batch == 1 else 4 if batch <= 32 else 8

@@ -19,11 +19,12 @@ part() { # name, seconds, command
   tail -n 15 "$OUT/$name.log"
 }
 
-part equal_backends 90 "$PYTHON" -m pytest -q tests/drafters/test_laws.py tests/objectives -x
+part equal_backends 90 "$PYTHON" -m pytest -q tests/drafters/test_laws.py tests/targets/test_ragged_flex.py tests/objectives -x
 part train_step 120 "$PYTHON" benchmarks/train_step.py --device cuda --slopes --json "$OUT/train_step.json"
 part qwen3_4b 150 "$PYTHON" benchmarks/qwen3_4b.py --device cuda --json "$OUT/qwen3_4b.json"
 part sequential_head 120 "$PYTHON" benchmarks/sequential_head.py --device cuda --scale qwen3_4b --json "$OUT/sequential_head.json"
-part decode 60 "$PYTHON" benchmarks/decode.py --device cuda --json "$OUT/decode.json"
+part decode 45 "$PYTHON" benchmarks/decode.py --device cuda --attention sdpa --json "$OUT/decode.json"
+part decode_flex 60 "$PYTHON" benchmarks/decode.py --device cuda --attention flex --json "$OUT/decode_flex.json"
 
 if ((${#failed[@]})); then
   echo "failed or out of time: ${failed[*]} (see $OUT/*.log)"

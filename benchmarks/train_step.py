@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from dspark_exp.contracts import AnchorBlocks, FrozenHead, TargetFacts, TargetFeatures
 from dspark_exp.data.anchors import draw_anchors
 from dspark_exp.drafters import DSparkDrafter
+from dspark_exp.drafters.packing import Index, Packing
 from dspark_exp.objectives import BlockObjective
 from dspark_exp.objectives.fused import CHUNK_ELEMENTS
 from measure import alternated, flops, matmul_rate, peak_bytes, report
@@ -178,6 +180,41 @@ def compare(scale: Scale, device: torch.device, repeats: int, rate: float, check
     }
 
 
+def packed_against_padded(device: torch.device, repeats: int) -> dict[str, Any]:
+    """A batch of short and long conversations, packed and as a padded rectangle; the losses are equal."""
+    step = build(replace(SMOLLM2, anchors=48), device)
+    lengths = torch.tensor([256, 128, 64, 32], device=device)
+    marks = torch.arange(256, device=device) < lengths[:, None]
+    one = step.features
+    features = TargetFeatures(
+        one.input_ids.repeat(4, 1), marks, one.taps.repeat(4, 1, 1), one.final.repeat(4, 1, 1), lengths
+    )
+    blocks = draw_anchors(features.input_ids, marks, 48, SMOLLM2.gamma, torch.Generator().manual_seed(1))
+    ragged = replace(step, features=features, blocks=blocks)
+
+    def rectangle(step: Step) -> Tensor:
+        def everything(anchors: Tensor, live: Tensor, num_tokens: int) -> Packing:
+            index = Index.of(torch.ones(len(anchors), num_tokens, dtype=torch.bool, device=device))
+            slots = Index.of(torch.ones_like(live))
+            return Packing(index, slots, index.padded % num_tokens, anchors.flatten(), anchors)
+
+        with mock.patch.object(Packing, "of", everything):
+            return ours(step)
+
+    torch.testing.assert_close(ours(ragged), rectangle(ragged), atol=1e-5, rtol=1e-5)
+    times = alternated({"packed": backward(ragged, ours), "padded": backward(ragged, rectangle)}, repeats)
+    return {
+        "scale": "smollm2, rows of 256, 128, 64, 32",
+        "anchors": 48,
+        "context": 256,
+        "ours_s": times["packed"],
+        "padded_s": times["padded"],
+        "packed_over_padded": times["packed"] / times["padded"],
+        "tokens_over_rectangle": float(lengths.sum()) / marks.numel(),
+        "blocks_over_rectangle": float(blocks.live.any(-1).float().mean()),
+    }
+
+
 def ours_alone(scale: Scale, device: torch.device, repeats: int) -> dict[str, Any]:
     """Time and memory where the dense one need not fit: for the slopes."""
     step = build(scale, device)
@@ -295,6 +332,8 @@ def main() -> None:
         for name in ("memory_ratio", "time_ratio", "gemm_fraction")
     }
     keys["matmul_tflops"] = rate / 1e12
+    rows.append(packed_against_padded(device, arguments.repeats))
+    keys["packed_over_padded"] = rows[-1]["packed_over_padded"]
     if arguments.slopes:
         lines = slopes(device, arguments.repeats)
         rows += lines

@@ -137,6 +137,7 @@ class EvaluationConfig:
     sampling: SamplingConfig
     batch_size: int
     drafter_dtype: str  # auto | float32 | bfloat16; auto = the target's
+    attention: str  # auto | sdpa | flex; of the ragged caches
     plain_prompts: int  # prompts a benchmark decoded without drafter, for the speed-up
     seed: int
 
@@ -275,6 +276,7 @@ def _check_ranges(config: ExperimentConfig) -> None:
     choices = {
         "data.source": (config.data.source, ("language", "jsonl", "hub")),
         "data.replies": (config.data.replies, ("keep", "regenerate")),
+        "evaluation.attention": (config.evaluation.attention, ("auto", "sdpa", "flex")),
         "features.mode": (config.features.mode, ("stored", "online", "bounded")),
         "benchmark.source": (config.benchmark.source, ("language", "prompts")),
     }

@@ -117,8 +117,19 @@ class KVPass(Protocol):
     def write(self, layer: int, key_BHD: Tensor, value_BHD: Tensor) -> None:
         """Store keys and values at (row, position) without attending."""
 
-    def attend(self, layer: int, query_BHD: Tensor, key_BHD: Tensor, value_BHD: Tensor, scale: float) -> Tensor:
-        """Store keys and values, then attend every query to the keys it may see; returns [B, H, D]."""
+    def attend(
+        self,
+        layer: int,
+        query_BHD: Tensor,
+        key_BHD: Tensor,
+        value_BHD: Tensor,
+        scale: float,
+        window: int | None = None,
+    ) -> Tensor:
+        """Store keys and values, then attend every query to the keys it may see; returns [B, H, D].
+
+        ``window``: keys this many positions behind a query, or more, are not seen.
+        """
 
 
 class KVStore(Protocol):

@@ -26,8 +26,9 @@ def _features(target: Target, num_sequences: int = 2, length: int = 24) -> Targe
     return TargetFeatures(ids, supervised, taps, final)
 
 
+@pytest.mark.parametrize("window", [None, 3, 6])
 @pytest.mark.parametrize("backend", ["sdpa", "flex"])
-def test_attention_backends_agree_in_value_and_gradient(backend: str) -> None:
+def test_attention_backends_agree_in_value_and_gradient(backend: str, window: int | None) -> None:
     n, s, a, g, h, k, d = 2, 13, 3, 4, 4, 2, 8
     generator = torch.Generator().manual_seed(0)
     shapes = [(n, a, g, h, d), (n, s, k, d), (n, s, k, d), (n, a, g, k, d), (n, a, g, k, d)]
@@ -37,7 +38,7 @@ def test_attention_backends_agree_in_value_and_gradient(backend: str) -> None:
     results = []
     for name in ("eager", backend):
         leaves = [t.clone().requires_grad_(name == "eager" or backend == "sdpa") for t in inputs]
-        out = attend_blocks(*leaves, anchors, d**-0.5, name)
+        out = attend_blocks(*leaves, anchors, d**-0.5, name, window=window)
         results.append([out.detach()])
         if leaves[0].requires_grad and backend == "sdpa":
             (out * weight).sum().backward()
@@ -76,10 +77,27 @@ def test_blocks_do_not_see_each_other(target: Target, kind: str) -> None:
     )
 
 
+@pytest.mark.parametrize("window", [None, 3, 5])
+def test_a_slot_sees_what_the_window_allows_and_nothing_else(target: Target, window: int | None) -> None:
+    drafter, features = make_drafter("dflash", target), _features(target, 1)
+    drafter.backbone.window, anchor = window, 12
+    keep = torch.ones(1, 1, dtype=torch.bool)
+    blocks = blocks_at(features.input_ids, features.supervised, torch.tensor([[anchor]]), keep, BLOCK_SIZE)
+    before = drafter(features, blocks).hidden
+    for position in range(anchor):
+        taps = features.taps.clone()
+        taps[0, position] += 5.0
+        after = drafter(TargetFeatures(features.input_ids, features.supervised, taps, features.final), blocks).hidden
+        # the first slot looks back furthest; the others hear of it in the second layer
+        assert torch.equal(after, before) == (window is not None and position <= anchor - window)
+
+
+@pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("kind", BLOCK_KINDS)
-def test_decoding_computes_what_training_computes(target: Target, kind: str) -> None:
+def test_decoding_computes_what_training_computes(target: Target, kind: str, window: int | None) -> None:
     """The drafted block of the cached path equals the teacher-forced block of the training path on its own tokens."""
     drafter, features = make_drafter(kind, target), _features(target, 1)
+    drafter.backbone.window = window
     anchor = 9
     store = make_cache(*_rows(drafter, 1))
     # context arrives in two uneven pieces, as it does in decoding

@@ -231,3 +231,12 @@ def test_a_bfloat16_target_exports_without_a_tolerance_for_its_rounding(tmp_path
     done = export_drafter(drafter, target, tmp_path / "out", reader="deepspec")
     assert done.max_logit_error < 1e-3
     assert load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
+
+
+def test_a_windowed_drafter_is_refused_by_every_reader(target: Target, tmp_path: Path) -> None:
+    drafter = make_drafter("dspark_markov", target)
+    drafter.backbone.window = 16
+    for reader in ("deepspec", "vllm", "sglang", "speculators"):
+        with pytest.raises(CheckpointError, match=r"drafter\.network\.window=16"):
+            export_drafter(drafter, target, tmp_path / reader, reader=reader)
+        assert not (tmp_path / reader).exists()

@@ -49,9 +49,11 @@ def test_features_equal_plain_transformers_for_any_batch(tiny: Target) -> None:
             torch.testing.assert_close(tiny.logits(final[row, :count]), out.logits[0], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_a_ragged_pass_equals_separate_full_passes(family: str) -> None:
+@pytest.mark.parametrize("backend", ["sdpa", "flex"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma3"])
+def test_a_ragged_pass_equals_separate_full_passes(family: str, backend: str) -> None:
     target = random_target(family)
+    target.attention = backend
     sequences = [torch.randint(0, 12, (n,), generator=torch.Generator().manual_seed(n)) for n in (9, 14, 6)]
     cache = target.new_cache(3, 32)
     done = [4, 7, 2]

@@ -1,6 +1,7 @@
 """Lossless speculative decoding over batches of requests."""
 
-from dspark_exp.decoding.loop import Clock, SpeculativeLoop
+from dspark_exp.decoding.batch import Clock, DecodingBatch
+from dspark_exp.decoding.loop import SpeculativeLoop
 from dspark_exp.decoding.policies import Fixed, Full, Threshold, VerificationPolicy
 from dspark_exp.decoding.requests import Generation, Request, Round
 from dspark_exp.decoding.sampling import Sampling
@@ -8,6 +9,7 @@ from dspark_exp.decoding.verification import Verdict, verify_block
 
 __all__ = [
     "Clock",
+    "DecodingBatch",
     "Fixed",
     "Full",
     "Generation",

@@ -45,7 +45,7 @@ class Sampling:
         probs = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
         if self.top_p < 1:
             ordered, index = probs.sort(dim=-1, descending=True)
-            ordered[ordered.cumsum(-1) - ordered >= self.top_p] = 0.0
+            ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= self.top_p, 0.0)
             probs = torch.zeros_like(probs).scatter(-1, index, ordered)
             probs = probs / probs.sum(-1, keepdim=True)
         return probs

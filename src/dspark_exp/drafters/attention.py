@@ -43,8 +43,12 @@ def attend_blocks(
     scale: float,
     backend: str,
     mask: Tensor | BlockMask | None = None,
+    window: int | None = None,
 ) -> Tensor:
-    """Slots attend to context positions < anchor and to their own block. Returns [N, A, G, H, D]."""
+    """Slots attend to context positions < anchor and to their own block. Returns [N, A, G, H, D].
+
+    ``window``: keys this many positions behind a slot, or more, are not seen.
+    """
     if backend == "eager":
         return _eager(
             query_NAGHD,
@@ -54,6 +58,7 @@ def attend_blocks(
             block_value_NAGKD,
             anchors_NA,
             scale,
+            window,
         )
     num_heads = query_NAGHD.shape[3]
     shape = query_NAGHD.shape
@@ -62,7 +67,7 @@ def attend_blocks(
     value = torch.cat([context_value_NSKD, block_value_NAGKD.flatten(1, 2)], dim=1).transpose(1, 2)
     grouped = num_heads != key.shape[1]
     if mask is None:
-        mask = block_mask(anchors_NA, context_key_NSKD.shape[1], shape[2], backend)
+        mask = block_mask(anchors_NA, context_key_NSKD.shape[1], shape[2], backend, window)
     if backend == "sdpa":
         assert isinstance(mask, Tensor)
         out = torch.nn.functional.scaled_dot_product_attention(
@@ -74,7 +79,9 @@ def attend_blocks(
     return out.transpose(1, 2).reshape(shape)
 
 
-def block_mask(anchors_NA: Tensor, context_length: int, block_size: int, backend: str) -> Tensor | BlockMask | None:
+def block_mask(
+    anchors_NA: Tensor, context_length: int, block_size: int, backend: str, window: int | None = None
+) -> Tensor | BlockMask | None:
     """The visibility rule in the form a backend wants; shared by all layers of one step."""
     num_sequences, num_anchors = anchors_NA.shape
     queries, keys = num_anchors * block_size, context_length + num_anchors * block_size
@@ -85,6 +92,9 @@ def block_mask(anchors_NA: Tensor, context_length: int, block_size: int, backend
         block = q // block_size
         in_context = (k < context_length) & (k < anchors_NA[n, block])
         in_block = (k >= context_length) & ((k - context_length) // block_size == block)
+        if window is not None:
+            in_context = in_context & (k > anchors_NA[n, block] + q % block_size - window)
+            in_block = in_block & ((k - context_length) % block_size > q % block_size - window)
         return in_context | in_block
 
     device = anchors_NA.device
@@ -104,6 +114,7 @@ def _eager(
     block_value: Tensor,
     anchors: Tensor,
     scale: float,
+    window: int | None,
 ) -> Tensor:
     """Context and own block in one softmax over S + G keys: no mask over other blocks is ever built."""
     n, a, g, h, d = query.shape
@@ -116,6 +127,12 @@ def _eager(
     on_context = on_context.view(n, k, a, (h // k) * g, s).masked_fill(hidden[:, None, :, None], float("-inf"))
     local = flat.view(n, k, a, (h // k) * g, d)
     on_block = (local @ block_key.permute(0, 3, 1, 4, 2)) * scale
+    if window is not None:
+        slot = torch.arange(g, device=query.device).repeat(h // k)
+        first = anchors[..., None] + slot - window  # the last position that is too far behind
+        behind = torch.arange(s, device=query.device) <= first[..., None]
+        on_context = on_context.masked_fill(behind[:, None], float("-inf"))
+        on_block = on_block.masked_fill(slot[:g] <= slot[:, None] - window, float("-inf"))
     weights = torch.cat([on_context, on_block], dim=-1).float().softmax(-1).to(query.dtype)
     from_context = weights[..., :s].reshape(n, k, -1, s) @ context_value.permute(0, 2, 1, 3)
     from_block = weights[..., s:] @ block_value.permute(0, 3, 1, 2, 4)

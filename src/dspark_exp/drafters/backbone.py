@@ -16,17 +16,26 @@ from torch.utils.checkpoint import checkpoint
 from dspark_exp.contracts import KVPass
 from dspark_exp.drafters.attention import attend_blocks, block_mask, resolve_backend
 from dspark_exp.drafters.geometry import DraftLayer, Geometry, RMSNorm
+from dspark_exp.drafters.packing import Packing
 
 
 class ParallelBackbone(nn.Module):
     """``fc`` projects the taps (Eq. 2); every layer's keys and values are projections of [context ; block] (Eq. 3).
 
     ``checkpoint``: keep each layer's input alone and compute the layer again in the backward pass.
+    ``window``: a slot sees keys less than this many positions behind it; null = all.
     """
 
-    def __init__(self, geometry: Geometry, num_layers: int, attention: str = "auto", checkpoint: bool = False) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        num_layers: int,
+        attention: str = "auto",
+        checkpoint: bool = False,
+        window: int | None = None,
+    ) -> None:
         super().__init__()
-        self.attention, self.checkpoint = attention, checkpoint
+        self.attention, self.checkpoint, self.window = attention, checkpoint, window
         self.fc = nn.Linear(geometry.num_taps * geometry.hidden_size, geometry.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(geometry.hidden_size, eps=geometry.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(geometry, geometry.hidden_size) for _ in range(num_layers))
@@ -40,37 +49,38 @@ class ParallelBackbone(nn.Module):
         """[..., m*d] -> [..., d]: H_ctx, shared by all layers."""
         return self.hidden_norm(self.fc(taps))
 
-    def forward(self, taps_NSE: Tensor, block_NAGd: Tensor, anchors_NA: Tensor, positions_NS: Tensor) -> Tensor:
-        """All blocks of a training batch at once; slot k of the anchor at t has RoPE position t+k-1.
+    def forward(self, taps_TE: Tensor, block_MGd: Tensor, packing: Packing) -> Tensor:
+        """All blocks of a packed training batch at once; slot k of the anchor at t has RoPE position t+k-1.
 
         Returns:
-            Hidden states [N, A, G, d] after the final norm.
+            Hidden states [M, G, d] after the final norm.
         """
-        block_size = block_NAGd.shape[2]
-        backend = resolve_backend(self.attention, taps_NSE.device)
-        mask = block_mask(anchors_NA, taps_NSE.shape[1], block_size, backend)
-        context = self.context(taps_NSE)
-        slots = anchors_NA[..., None] + _arange(block_size, anchors_NA)
-        rotation_context, rotation_block = self.rotary(positions_NS), self.rotary(slots)
+        block_size = block_MGd.shape[1]
+        backend = resolve_backend(self.attention, taps_TE.device)
+        mask = block_mask(packing.anchor_grid, packing.context.used, block_size, backend, self.window)
+        context = self.context(taps_TE)
+        slots = packing.anchor_M[:, None] + _arange(block_size, packing.anchor_M)
+        rotation_context, rotation_block = self.rotary(packing.position_T), self.rotary(slots)
 
         def run(layer: DraftLayer, hidden: Tensor, context: Tensor) -> Tensor:
             normed = layer.input_layernorm(hidden)
             context_key, context_value = layer.self_attn.key_value(context, rotation_context)
             block_key, block_value = layer.self_attn.key_value(normed, rotation_block)
             attended = attend_blocks(
-                layer.self_attn.query(normed, rotation_block),
-                context_key,
-                context_value,
-                block_key,
-                block_value,
-                anchors_NA,
+                packing.blocks.to_grid(layer.self_attn.query(normed, rotation_block)),
+                packing.context.to_grid(context_key),
+                packing.context.to_grid(context_value),
+                packing.blocks.to_grid(block_key),
+                packing.blocks.to_grid(block_value),
+                packing.anchor_grid,
                 layer.self_attn.scale,
                 backend,
                 mask,
+                self.window,
             )
-            return layer.finish(hidden, attended)
+            return layer.finish(hidden, packing.blocks.from_grid(attended))
 
-        hidden = block_NAGd
+        hidden = block_MGd
         for layer in self._blocks():
             if self.checkpoint and torch.is_grad_enabled():
                 hidden = checkpoint(run, layer, hidden, context, use_reentrant=False, preserve_rng_state=False)
@@ -93,7 +103,7 @@ class ParallelBackbone(nn.Module):
             normed = layer.input_layernorm(hidden)
             keys, values = layer.self_attn.key_value(normed, rotation)
             query = layer.self_attn.query(normed, rotation)
-            attended = plan.attend(index, query, keys, values, layer.self_attn.scale)
+            attended = plan.attend(index, query, keys, values, layer.self_attn.scale, self.window)
             hidden = layer.finish(hidden, attended.to(hidden.dtype))
         return self.norm(hidden)
 

@@ -16,6 +16,7 @@ from dspark_exp.contracts import AnchorBlocks, FrozenHead, KVStore, Proposal, Sa
 from dspark_exp.drafters.backbone import ParallelBackbone
 from dspark_exp.drafters.geometry import Geometry, check_positive, initialise
 from dspark_exp.drafters.heads import ConfidenceHead, build_head
+from dspark_exp.drafters.packing import Packing
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class BlockDrafter(nn.Module):
         intermediate_size: feed-forward width; null = the target's.
         attention: training attention backend: auto, eager, sdpa or flex.
         checkpoint: activation checkpointing: layers are computed again in the backward pass, memory falls.
+        window: sliding window of the attention in tokens; null = the whole context.
 
     Raises:
         ConfigError: a size below one, an unknown head or backend.
@@ -63,13 +65,14 @@ class BlockDrafter(nn.Module):
         intermediate_size: int | None = None,
         attention: str = "auto",
         checkpoint: bool = False,
+        window: int | None = None,
     ) -> None:
-        check_positive(num_layers=num_layers, block_size=block_size)
+        check_positive(num_layers=num_layers, block_size=block_size, **({} if window is None else {"window": window}))
         geometry = Geometry.of(facts, intermediate_size)
         super().__init__()
         self.block_size, self.mask_token_id, self.num_layers = block_size, facts.mask_token_id, num_layers
         self.geometry = geometry
-        self.backbone = ParallelBackbone(geometry, num_layers, attention, checkpoint)
+        self.backbone = ParallelBackbone(geometry, num_layers, attention, checkpoint, window)
         self._frozen = (frozen,)  # a tuple, so that the target's weights are not registered, saved or trained
         initialise(self)
         self.markov_head, self.confidence_head = None, None
@@ -104,11 +107,14 @@ class BlockDrafter(nn.Module):
         self.backbone.compile(dynamic=True)
 
     def forward(self, features: TargetFeatures, blocks: AnchorBlocks) -> BlockOutput:
-        """Teacher-forced blocks of a batch (no token after an anchor's block, no feature at or after it, is read)."""
-        taps = features.taps
-        positions = torch.arange(taps.shape[1], device=taps.device).expand(taps.shape[0], -1)
-        block = self._embed_block(blocks.previous[..., 0])
-        hidden = self.backbone(taps.to(self.dtype), block, blocks.positions, positions)
+        """Teacher-forced blocks of a batch (no token after an anchor's block, no feature at or after it, is read).
+
+        Hidden states of blocks without a live slot are zero: they are not computed.
+        """
+        packing = Packing.of(blocks.positions, blocks.live.any(-1), features.taps.shape[1])
+        block = self._embed_block(packing.blocks.pack(blocks.previous[..., 0]))
+        hidden = self.backbone(packing.context.pack(features.taps).to(self.dtype), block, packing)
+        hidden = packing.blocks.unpack(hidden)
         bias_features, bias_weight = None, None
         if self.markov_head is not None:
             bias_features = self.markov_head.block(blocks.previous, hidden)

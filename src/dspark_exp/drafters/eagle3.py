@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dspark_exp.contracts import FrozenHead, KVPass, KVStore, Proposal, Sampler, TargetFacts, TargetFeatures
 from dspark_exp.drafters.geometry import DraftLayer, Geometry, RMSNorm, check_positive, initialise
+from dspark_exp.drafters.packing import Index
 
 
 class Eagle3Layer(DraftLayer):
@@ -73,29 +74,35 @@ class Eagle3Drafter(nn.Module):
 
     def compile_training(self) -> None:
         """Compile the training pass; names of parameters stay as they are, decoding is not touched."""
-        self.compile(dynamic=True)
+        self._steps = torch.compile(self._steps, dynamic=True)  # type: ignore[method-assign]
 
     def forward(self, features: TargetFeatures, horizon: int) -> list[Tensor]:
-        """Training-time test: hidden states [N, S, d] of each of ``horizon`` steps, before the final norm."""
-        dtype = self.fc.weight.dtype
-        hidden = self.fc(features.taps.to(dtype))
-        ids = features.input_ids
-        num_tokens = ids.shape[1]
-        positions = torch.arange(num_tokens, device=ids.device).expand_as(ids)
-        causal = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=ids.device).triu(1)
+        """Training-time test: hidden states [N, S, d] of each of ``horizon`` steps, before the final norm.
+
+        Padding is not computed: its hidden states are zero.
+        """
+        ids, taps = features.input_ids, features.taps
+        columns = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        rows = Index.of(columns < (ids.shape[1] if features.lengths is None else features.lengths[:, None]))
+        steps = self._steps(rows.pack(taps).to(self.dtype), ids, rows, rows.pack(columns), horizon)
+        return [rows.unpack(hidden) for hidden in steps]
+
+    def _steps(self, taps_TE: Tensor, ids: Tensor, rows: Index, positions: Tensor, horizon: int) -> list[Tensor]:
+        hidden = self.fc(taps_TE)
+        causal = torch.ones(rows.used, rows.used, dtype=torch.bool, device=ids.device).triu(1)
         keys_NSKD: list[Tensor] = []
         values_NSKD: list[Tensor] = []
         steps = []
         for step in range(horizon):
             ids = torch.nn.functional.pad(ids[:, 1:], (0, 1))
-            embedded = self.frozen.embedding(ids).to(dtype)
-            mixed = self.layer.mix(embedded, hidden)
+            mixed = self.layer.mix(self.frozen.embedding(rows.pack(ids)).to(taps_TE.dtype), hidden)
             rotation = self.rotary(positions + step)
             key, value = self.layer.self_attn.key_value(mixed, rotation)
-            keys_NSKD.append(key)
-            values_NSKD.append(value)
-            query = self.layer.self_attn.query(mixed, rotation)
-            hidden = self.layer.finish(hidden, self._attend(query, keys_NSKD, values_NSKD, causal))
+            keys_NSKD.append(rows.to_grid(key))
+            values_NSKD.append(rows.to_grid(value))
+            query = rows.to_grid(self.layer.self_attn.query(mixed, rotation))
+            attended = rows.from_grid(self._attend(query, keys_NSKD, values_NSKD, causal))
+            hidden = self.layer.finish(hidden, attended)
             steps.append(hidden)
         return steps
 

@@ -49,6 +49,12 @@ def layout_for(reader: str, drafter: nn.Module, target: Target) -> Layout:
             "No reader has a drafter class for Gemma 3 targets: their Qwen3 class would apply neither the embedding "
             "scale nor the soft cap."
         )
+    window = getattr(getattr(drafter, "backbone", None), "window", None)
+    if window is not None:
+        raise CheckpointError(
+            f"No reader's layout has a field for drafter.network.window={window} with non-causal blocks: it would "
+            "attend to the whole context and draft something else. Train with drafter.network.window=null to export."
+        )
     return READERS[reader](drafter, target)
 
 

@@ -29,11 +29,15 @@ ragged.register()
 
 
 class Target:
-    """A frozen causal language model with everything that drafting needs to know about it."""
+    """A frozen causal language model with everything that drafting needs to know about it.
+
+    ``attention``: the backend of the caches it decodes with, see ``RaggedKVCache``.
+    """
 
     def __init__(self, model: Any, tokenizer: Any, facts: TargetFacts, revision: str) -> None:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer, self.facts, self.revision = tokenizer, facts, revision
+        self.attention = "auto"
         self._captured: dict[int, Tensor] = {}
         for layer_id in facts.layer_ids:
             module = self._body.embed_tokens if layer_id == -1 else self._body.layers[layer_id]
@@ -94,7 +98,7 @@ class Target:
 
     def new_cache(self, num_rows: int, max_length: int) -> ragged.RaggedKVCache:
         facts = self.facts
-        return ragged.RaggedKVCache(facts.layer_kv, num_rows, max_length, self.dtype, self.device)
+        return ragged.RaggedKVCache(facts.layer_kv, num_rows, max_length, self.dtype, self.device, self.attention)
 
     def fingerprint(self) -> dict[str, Any]:
         """What a stored feature or response depends on: weights, tokenizer, template, taps."""

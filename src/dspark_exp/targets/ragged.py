@@ -10,15 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from dspark_exp.errors import DataError
+from dspark_exp.errors import ConfigError, DataError
+from dspark_exp.targets import ragged_flex
 
 RAGGED = "dspark_ragged"
+BACKENDS = ("auto", "sdpa", "flex")
 
 
 class RaggedKVCache:
@@ -28,6 +32,11 @@ class RaggedKVCache:
         layer_kv: key/value heads and head width of every layer of the model that writes here.
         num_rows: requests in flight at most.
         max_length: positions per row, the transient ones of a block included.
+        backend: attention: ``sdpa`` over rows padded to the longest, or ``flex`` over tiles of the flattened pass.
+            ``auto`` is sdpa.
+
+    Raises:
+        ConfigError: unknown backend.
     """
 
     def __init__(
@@ -37,10 +46,18 @@ class RaggedKVCache:
         max_length: int,
         dtype: torch.dtype,
         device: torch.device,
+        backend: str = "auto",
     ) -> None:
-        shapes = [(num_rows, heads, max_length, width) for heads, width in layer_kv]
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        if backend not in BACKENDS:
+            raise ConfigError(f"evaluation.attention={backend!r} is unknown; choose from {', '.join(BACKENDS)}.")
+        self.backend = "sdpa" if backend == "auto" else backend
+        self.row_length = max_length
+        if self.backend == "flex":
+            self.row_length = -(-max_length // ragged_flex.TILE) * ragged_flex.TILE
+        # heads lie before rows, so that all rows of a head are one run of keys
+        shapes = [(heads, num_rows, self.row_length, width) for heads, width in layer_kv]
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device).transpose(0, 1) for shape in shapes]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device).transpose(0, 1) for shape in shapes]
         self.num_rows, self.max_length, self.device = num_rows, max_length, device
 
     def causal_pass(self, rows: list[int], starts: list[int], counts: list[int]) -> RaggedPass:
@@ -61,12 +78,12 @@ class RaggedKVCache:
             block[destination, :, :length] = block[source, :, :length]
 
     def _pass(self, rows: list[int], counts: list[int], row: Tensor, position: Tensor, visible: Tensor) -> RaggedPass:
-        if int(visible.max()) > self.max_length:
-            raise DataError(f"A request needs {int(visible.max())} positions; the cache holds {self.max_length}.")
+        seen = visible.numpy()
+        if (width := int(seen.max())) > self.max_length:
+            raise DataError(f"A request needs {width} positions; the cache holds {self.max_length}.")
         count = max(counts)
         grid_row = torch.arange(len(rows)).repeat_interleave(torch.tensor(counts))
         grid_slot = torch.cat([torch.arange(c) for c in counts])
-        width = int(visible.max())
         mask = torch.zeros(len(rows), count, width, dtype=torch.bool)
         mask[grid_row, grid_slot] = torch.arange(width)[None] < visible[:, None]
         mask[..., 0] |= ~mask.any(-1)  # a padded query attends somewhere: its output is dropped
@@ -76,6 +93,7 @@ class RaggedKVCache:
             cache=self,
             row_B=row.to(self.device),
             position_B=position.to(self.device),
+            seen_by_B=(row.numpy(), seen),
             rows=torch.tensor(rows, device=self.device),
             is_prefix=rows == list(range(len(rows))),
             is_uniform=all(c == count for c in counts),
@@ -93,6 +111,7 @@ class RaggedPass:
     cache: RaggedKVCache
     row_B: Tensor
     position_B: Tensor
+    seen_by_B: tuple[np.ndarray, np.ndarray]  # on the host: row of each query, and how much of it is visible
     rows: Tensor
     is_prefix: bool  # rows 0 .. n-1 in order: their keys are a view, nothing is gathered
     is_uniform: bool
@@ -101,6 +120,7 @@ class RaggedPass:
     mask_RQK: Tensor
     position_RQ: Tensor
     _masks: dict[tuple[int | None, int, torch.dtype], Tensor] = field(default_factory=dict)
+    _tiles: dict[int | None, BlockMask] = field(default_factory=dict)
 
     def mask_of(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor:
         """What is added to scores [R, 1, groups * Q, K] in a layer that looks back ``window`` tokens, itself included.
@@ -116,6 +136,12 @@ class RaggedPass:
             added = torch.zeros(sees.shape, dtype=dtype, device=sees.device).masked_fill(~sees, float("-inf"))
             self._masks[key] = added.repeat(1, groups, 1)[:, None]
         return self._masks[key]
+
+    def tiles_of(self, window: int | None) -> BlockMask:
+        """The key tiles of every query tile, for the flex backend."""
+        if window not in self._tiles:
+            self._tiles[window] = ragged_flex.tile_mask(*self.seen_by_B, self.position_B, self.cache.row_length, window)
+        return self._tiles[window]
 
     def write(self, layer: int, key_BHD: Tensor, value_BHD: Tensor) -> None:
         """Store keys and values at (row, position)."""
@@ -134,6 +160,9 @@ class RaggedPass:
     ) -> Tensor:
         """Store keys and values, attend each query to what it may see; returns [B, H, D]."""
         self.write(layer, key_BHD, value_BHD)
+        if self.cache.backend == "flex":
+            stored = self.cache.keys[layer].transpose(0, 1), self.cache.values[layer].transpose(0, 1)
+            return ragged_flex.attend(query_BHD, *stored, self.tiles_of(window), scale)
         num_rows, count, width = self.mask_RQK.shape
         keys, values = self.cache.keys[layer][:, :, :width], self.cache.values[layer][:, :, :width]
         chosen: Any = slice(num_rows) if self.is_prefix else self.rows

@@ -33,7 +33,7 @@ def open_target(config: ExperimentConfig) -> Target:
     wanted, device = config.target, device_of(config.trainer.accelerator)
     if device == "cpu":
         keep_freed_memory()
-    return load_target(
+    target = load_target(
         wanted.name,
         wanted.path,
         dtype=wanted.dtype,
@@ -42,6 +42,8 @@ def open_target(config: ExperimentConfig) -> Target:
         num_feature_layers=wanted.num_feature_layers,
         mask_token_id=wanted.mask_token_id,
     )
+    target.attention = config.evaluation.attention
+    return target
 
 
 def device_of(accelerator: str) -> str:
@@ -149,7 +151,8 @@ def build_loop(
     """A decoding loop whose drafter keeps its keys in the same kind of cache as the target."""
 
     def make_cache(layers: int, rows: int, kv_heads: int, max_length: int, head_dim: int) -> RaggedKVCache:
-        return RaggedKVCache([(kv_heads, head_dim)] * layers, rows, max_length, drafter.dtype, target.device)
+        layer_kv = [(kv_heads, head_dim)] * layers
+        return RaggedKVCache(layer_kv, rows, max_length, drafter.dtype, target.device, target.attention)
 
     return SpeculativeLoop(target, drafter, make_cache, sampling, policy, batch_size)
 
