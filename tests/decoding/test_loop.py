@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
 
-from dspark_exp.decoding import Fixed, Full, Request, Sampling, SpeculativeLoop, Threshold
+from dspark_exp.calibration import Calibration
+from dspark_exp.decoding import EarlyExit, Fixed, Full, Request, Sampling, SpeculativeLoop, Threshold
 from dspark_exp.drafters import BlockDrafter
 from dspark_exp.errors import ConfigError
+from dspark_exp.scheduling import AsyncScheduler, CapacityCurve, PrefixScheduler, survivals
 from dspark_exp.targets import Target
 from tests.conftest import BLOCK_SIZE, make_cache, make_drafter, random_target
 
@@ -69,6 +73,17 @@ def _pair_distribution(target: Target, prompt: list[int]) -> torch.Tensor:
     return first[:, None, None] * second[:, :, None] * third
 
 
+def _goodness_of_fit(counts: torch.Tensor, joint: torch.Tensor) -> float:
+    """p-value of chi-square; rare outcomes share one cell."""
+    expected = joint.double() / joint.double().sum() * float(counts.sum())
+    common = expected >= 5
+    observed = [*counts[common].tolist(), float(counts[~common].sum())]
+    wanted = [*expected[common].tolist(), float(expected[~common].sum())]
+    if wanted[-1] < 5:
+        observed[-2:], wanted[-2:] = [sum(observed[-2:])], [sum(wanted[-2:])]
+    return float(chisquare(observed, wanted).pvalue)
+
+
 @pytest.mark.parametrize(
     ("kind", "policy"),
     [
@@ -88,13 +103,7 @@ def test_the_real_loop_samples_the_target_distribution(kind: str, policy) -> Non
     counts = torch.zeros_like(joint)
     for generation in generations:
         counts[tuple(generation.token_ids)] += 1
-    expected = joint.double() / joint.double().sum() * num_samples
-    common = expected >= 5
-    observed = [*counts[common].tolist(), float(counts[~common].sum())]
-    wanted = [*expected[common].tolist(), float(expected[~common].sum())]
-    if wanted[-1] < 5:
-        observed[-2:], wanted[-2:] = [sum(observed[-2:])], [sum(wanted[-2:])]
-    assert chisquare(observed, wanted).pvalue > 1e-3
+    assert _goodness_of_fit(counts, joint) > 1e-3
     if kind != "dflash":
         lengths = {r.verified for g in generations for r in g.rounds}
         assert lengths, "no round was decoded"
@@ -182,3 +191,127 @@ def test_a_confidence_head_works_without_a_markov_head(target: Target) -> None:
     for prompt, generation in zip(PROMPTS, loop.run([Request(p, 10, seed=3) for p in PROMPTS]), strict=True):
         assert generation.token_ids == _plain_greedy(target, prompt, 10)
         assert all(len(r.confidence) == BLOCK_SIZE for r in generation.rounds)
+
+
+class _Curves:
+    """Capacity curves for the schedulers: one that falls smoothly, one with a cliff."""
+
+    smooth = CapacityCurve(np.arange(1, 4000), 1.0 + 0.002 * np.arange(1, 4000))
+    cliff = CapacityCurve(np.array([1, 64, 65, 4000]), np.array([1.0, 1.2, 2.5, 40.0]))
+
+
+class _Retrospective:
+    """Not a policy to use: an unconstrained search over this round's own confidences lets x_k decide about itself."""
+
+    reads_confidence = True
+
+    def __init__(self, curve: CapacityCurve) -> None:
+        self.curve = curve
+
+    def check(self, block_size: int, has_confidence: bool) -> None: ...
+
+    def start(self) -> None: ...
+
+    def drafts(self, num_requests: int) -> bool:
+        return True
+
+    def lengths(self, confidence_RG: np.ndarray, num_requests: int, block_size: int) -> np.ndarray:
+        survival = survivals(confidence_RG).astype(float)
+        seconds = 1 / self.curve.steps_per_s(1 + np.arange(block_size + 1))
+        theta = np.concatenate([np.ones((num_requests, 1)), 1 + survival.cumsum(1)], axis=1) / seconds
+        return theta.argmax(1)
+
+
+SCHEDULERS = {
+    "prefix": lambda: PrefixScheduler(_Curves.smooth),
+    "prefix_on_a_cliff": lambda: PrefixScheduler(_Curves.cliff),
+    "async": lambda: AsyncScheduler(_Curves.cliff, staleness=2),
+    "async_that_skips_drafts": lambda: AsyncScheduler(
+        CapacityCurve(np.array([1, 4000]), np.array([1.0, 9.0]), np.array([1.0]), np.array([1.0])), 1, probe_every=2
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_the_real_loop_is_exact_under_every_scheduler(name: str) -> None:
+    """Different prompts share the batch, so that admissions compete."""
+    target = random_target(vocab_size=6, stop_ids=(99,))
+    prompts, num_samples = [[2, 3, 4], [5, 1]], 4000
+    loop = SpeculativeLoop(
+        target,
+        make_drafter("dspark_markov", target),
+        make_cache,
+        Sampling(1.0),
+        SCHEDULERS[name](),
+        batch_size=250,
+        calibrate=Calibration((0.7, 1.3, 1.0, 2.0)).apply,
+        early_exit=EarlyExit(0.5, window=1, pause=1) if name == "prefix" else None,
+    )
+    requests = [Request(prompts[s % 2], 4, seed=s) for s in range(2 * num_samples)]
+    generations = loop.run(requests)
+    for which, prompt in enumerate(prompts):
+        joint = _pair_distribution(target, prompt)
+        counts = torch.zeros_like(joint)
+        for generation in generations[which::2]:
+            counts[tuple(generation.token_ids[:3])] += 1
+        assert _goodness_of_fit(counts, joint) > 1e-3
+    rounds = [r for g in generations for r in g.rounds]
+    assert len({r.verified for r in rounds}) > 1
+    if name == "async_that_skips_drafts":
+        assert 0 < sum(r.drafted == 0 for r in rounds) < len(rounds)
+
+
+def test_greedy_tokens_are_the_same_under_every_scheduler_and_early_exit(target: Target) -> None:
+    for make in SCHEDULERS.values():
+        for kind in ("dspark_markov", "eagle3"):
+            policy = make() if kind == "dspark_markov" else Fixed(2)
+            loop = SpeculativeLoop(
+                target,
+                make_drafter(kind, target),
+                make_cache,
+                Sampling(0.0),
+                policy,
+                batch_size=3,
+                early_exit=EarlyExit(2.0, window=1, pause=2),
+            )
+            generations = loop.run([Request(p, 14, seed=0) for p in PROMPTS])
+            assert any(r.drafted == 0 for g in generations for r in g.rounds)
+            for prompt, generation in zip(PROMPTS, generations, strict=True):
+                assert generation.token_ids == _plain_greedy(target, prompt, 14)
+
+
+def test_fixed_length_zero_drafts_nothing_and_is_plain_decoding(target: Target) -> None:
+    generations = _loop(target, "dspark_markov", policy=Fixed(0)).run([Request(p, 9, seed=0) for p in PROMPTS])
+    assert all(r.drafted == 0 and r.emitted == 1 for g in generations for r in g.rounds)
+    assert [g.token_ids for g in generations] == [_plain_greedy(target, p, 9) for p in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    ("policy", "confidences", "wanted_a"),
+    [("retrospective", True, 0.85), ("early_stop", True, 0.7), ("async", True, 0.7), ("threshold", True, 0.7)],
+)
+def test_the_two_token_counterexample_of_the_appendix(policy: str, confidences: bool, wanted_a: float) -> None:
+    """Exact: every draft and verdict enumerated. Vocabulary {A, B}, p_t = (0.7, 0.3), p_d = (0.5, 0.5)."""
+    curve = CapacityCurve.of_steps_per_s([1, 2, 3], [1.0, 0.5, 0.45])
+    policies = {
+        "retrospective": _Retrospective(curve),
+        "early_stop": PrefixScheduler(curve),
+        "async": AsyncScheduler(curve, staleness=1),
+        "threshold": Threshold(0.5),
+    }
+    chosen, probability_of_a = policies[policy], 0.0
+    if policy == "async":
+        chosen.lengths(np.array([[0.8, 0.9]]), 1, 2)  # an older round decides how many
+    history = copy.deepcopy(chosen)
+    for first in (0, 1):
+        second_confidence = 0.9 if first == 0 else 0.0
+        lengths = copy.deepcopy(history).lengths(np.array([[0.8, second_confidence]]), 1, 2)
+        target_probs = [0.7, 0.3]
+        if lengths[0] == 0:
+            probability_of_a += 0.5 * target_probs[0]
+            continue
+        accept = min(1.0, target_probs[first] / 0.5)
+        residual = [max(0.0, t - 0.5) for t in target_probs]
+        resampled_a = residual[0] / sum(residual)
+        probability_of_a += 0.5 * (accept * (first == 0) + (1 - accept) * resampled_a)
+    assert probability_of_a == pytest.approx(wanted_a)

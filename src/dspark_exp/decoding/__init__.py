@@ -1,6 +1,7 @@
 """Lossless speculative decoding over batches of requests."""
 
 from dspark_exp.decoding.batch import Clock, DecodingBatch
+from dspark_exp.decoding.early_exit import EarlyExit
 from dspark_exp.decoding.loop import SpeculativeLoop
 from dspark_exp.decoding.policies import Fixed, Full, Threshold, VerificationPolicy
 from dspark_exp.decoding.requests import Generation, Request, Round
@@ -10,6 +11,7 @@ from dspark_exp.decoding.verification import Verdict, verify_block
 __all__ = [
     "Clock",
     "DecodingBatch",
+    "EarlyExit",
     "Fixed",
     "Full",
     "Generation",

@@ -2,15 +2,17 @@
 
 In: requests that enter and leave between rounds. Out: their generations, token by token. A verification pass is one
 flattened forward of B = sum(1 + l_r) tokens. Device and host meet once a round, when the verdict is read (twice where
-a policy reads this round's confidence). With no drafter it is plain decoding.
+a policy reads this round's confidence). With no drafter it is plain decoding. A drafter hears of the target's features
+when a request is next drafted for: rounds without a draft cost what plain decoding costs.
 Knows nothing about queues, training or metrics.
 """
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,12 +20,14 @@ import torch
 from torch import Tensor
 
 from dspark_exp.contracts import Proposal, TargetFacts
+from dspark_exp.decoding.early_exit import EarlyExit
 from dspark_exp.decoding.policies import VerificationPolicy
 from dspark_exp.decoding.requests import Progress, Request, Round
 from dspark_exp.decoding.sampling import Sampling
 from dspark_exp.decoding.verification import verify_block, verify_greedy
 
 MakeCache = Callable[[int, int, int, int, int], Any]
+Calibrate = Callable[[np.ndarray], np.ndarray]
 
 
 class DecodingTarget(Protocol):
@@ -86,6 +90,15 @@ class _Verified:
     confidence: list[list[float]] | None  # [R][G]
 
 
+@dataclass(frozen=True)
+class _Features:
+    """The target's features of a run of tokens of one request, and the tokens that follow each."""
+
+    start: int
+    taps: Tensor  # [n, m*d]
+    following: list[int]  # [n]
+
+
 class DecodingBatch:
     """``num_rows`` rows of the caches and the requests in them.
 
@@ -97,6 +110,8 @@ class DecodingBatch:
         policy: how many drafted tokens are verified.
         num_rows: requests in flight at most.
         max_length: positions of a row: prompt, new tokens, and one block more.
+        calibrate: conditional confidences [R, G] as the policy should see them; None = as they are.
+        early_exit: which requests draft; None = all.
     """
 
     def __init__(
@@ -108,14 +123,19 @@ class DecodingBatch:
         policy: VerificationPolicy,
         num_rows: int,
         max_length: int,
+        calibrate: Calibrate | None = None,
+        early_exit: EarlyExit | None = None,
     ) -> None:
         self.target, self.drafter, self.sampling, self.policy = target, drafter, sampling, policy
+        self._calibrate, self._early_exit = calibrate, early_exit
         self.block_size = drafter.block_size if drafter is not None else 0
         self.num_rows, self.max_length = num_rows, max_length
         self.active: dict[int, Progress] = {}
         self.clock = Clock()
         self._stop_ids = frozenset(target.facts.stop_ids)
         self._carry: dict[int, Tensor] = {}
+        self._unheard: defaultdict[int, list[_Features]] = defaultdict(list)
+        self.policy.start()
         self._cache = target.new_cache(num_rows, max_length)
         self._store: Any = None
         if drafter is not None:
@@ -145,12 +165,10 @@ class DecodingBatch:
         uniform = torch.stack([p.uniforms(1) for p in entering.values()]).to(device)
         last = torch.from_numpy(ends).to(device)
         first = self.sampling.sample(self.target.logits(final[last]), uniform[:, 0])[0].tolist()
-        following = np.array([*flat[1:], 0])
-        following[ends] = first
-        for progress, token, count in zip(entering.values(), first, counts, strict=True):
+        for (row, progress), token, part in zip(entering.items(), first, taps.split(counts), strict=True):
             progress.emit([token])
-            progress.length = count
-        self._extend(rows, [0] * len(rows), counts, taps, following)
+            progress.length = len(part)
+            self._hear(row, 0, part, [*progress.request.prompt_ids[1:], token])
         self.active |= entering
         self.clock.prefill_s += time.perf_counter() - started
 
@@ -159,6 +177,7 @@ class DecodingBatch:
         left = [self.active.pop(row) for row in rows]
         for row in rows:
             self._carry.pop(row, None)
+            self._unheard.pop(row, None)
         if close_gaps:
             for hole in [row for row in range(len(self.active)) if row not in self.active]:
                 self._move(max(self.active), hole)
@@ -170,6 +189,8 @@ class DecodingBatch:
             store.move(source, hole, self.active[hole].length)
         if source in self._carry:
             self._carry[hole] = self._carry.pop(source)
+        if source in self._unheard:
+            self._unheard[hole] = self._unheard.pop(source)
 
     @torch.no_grad()
     def round(self) -> None:
@@ -183,16 +204,35 @@ class DecodingBatch:
         anchor_ids = torch.tensor([p.anchor_id for p in progress], device=device)
         uniform = torch.stack([p.uniforms(2 * size + 1) for p in progress]).to(device)
         clock = time.perf_counter()
-        proposal = self._propose(rows, anchors, anchor_ids, uniform[:, :size])
-        lengths = np.zeros(len(rows), dtype=np.int64)
-        if proposal is not None:
-            lengths = np.asarray(self.policy.lengths(proposal.confidence, len(rows), size), dtype=np.int64)
+        drafting = self._drafting(progress)
+        self._extend([rows[index] for index in drafting])
+        clock, self.clock.extend_s = time.perf_counter(), self.clock.extend_s + time.perf_counter() - clock
+        proposal, lengths = None, np.zeros(len(rows), dtype=np.int64)
+        if drafting:
+            proposal = self._propose(drafting, rows, anchors, anchor_ids, uniform[:, :size])
+            lengths[drafting] = self._lengths(proposal)
+            proposal = proposal if len(drafting) == len(rows) else _widened(proposal, drafting, len(rows))
         clock = self._drafted(clock, proposal)
         outcome, taps = self._verify(rows, anchors, anchor_ids, proposal, lengths, uniform[:, size:])
-        clock, self.clock.verify_s = time.perf_counter(), self.clock.verify_s + time.perf_counter() - clock
-        self._commit(progress, outcome, lengths)
-        self._extend_accepted(rows, anchors, outcome, lengths, taps)
-        self.clock.extend_s += time.perf_counter() - clock
+        self.clock.verify_s += time.perf_counter() - clock
+        self._commit(progress, outcome, lengths, frozenset(drafting))
+        self._hear_accepted(rows, anchors, outcome, lengths, taps)
+
+    def _drafting(self, progress: list[Progress]) -> list[int]:
+        """Places of the requests that draft this round, decided from older rounds alone."""
+        if self.drafter is None or not self.policy.drafts(len(progress)):
+            return []
+        if self._early_exit is None:
+            return list(range(len(progress)))
+        return [i for i, request in enumerate(progress) if self._early_exit.drafts(request.generation.rounds)]
+
+    def _lengths(self, proposal: Proposal) -> np.ndarray:
+        confidence = None
+        if self.policy.reads_confidence and proposal.confidence is not None:
+            confidence = proposal.confidence.float().cpu().numpy()
+            if self._calibrate is not None:
+                confidence = self._calibrate(confidence)
+        return np.asarray(self.policy.lengths(confidence, len(proposal.tokens), self.block_size))
 
     def _drafted(self, started: float, proposal: Proposal | None) -> float:
         head_s, now = proposal.head_s if proposal is not None else 0.0, time.perf_counter()
@@ -200,9 +240,14 @@ class DecodingBatch:
         self.clock.head_s += head_s
         return now
 
-    def _propose(self, rows: list[int], anchors: list[int], anchor_ids: Tensor, uniform: Tensor) -> Proposal | None:
-        if self.drafter is None:
-            return None
+    def _propose(
+        self, drafting: list[int], rows: list[int], anchors: list[int], anchor_ids: Tensor, uniform: Tensor
+    ) -> Proposal:
+        assert self.drafter is not None
+        if len(drafting) < len(rows):
+            rows, anchors = [rows[i] for i in drafting], [anchors[i] for i in drafting]
+            index = torch.tensor(drafting, device=anchor_ids.device)
+            anchor_ids, uniform = anchor_ids[index], uniform[index]
         carry = torch.stack([self._carry[row] for row in rows]) if self._carry else None
         return self.drafter.propose(self._store, rows, anchors, anchor_ids, carry, self.sampling, uniform)
 
@@ -218,9 +263,10 @@ class DecodingBatch:
         """One pass of the target over anchors and chosen tokens, and the round's one read of the device."""
         device, width = self.target.device, self.block_size + 1
         plan = self._cache.causal_pass(rows, anchors, (lengths + 1).tolist())
-        block = anchor_ids[:, None]
-        if proposal is not None:
-            block = torch.cat([block, proposal.tokens], dim=1)
+        if proposal is None:
+            block = torch.nn.functional.pad(anchor_ids[:, None], (0, self.block_size))
+        else:
+            block = torch.cat([anchor_ids[:, None], proposal.tokens], dim=1)
         index = np.flatnonzero(np.arange(width) <= lengths[:, None])
         chosen = None if len(index) == block.numel() else torch.from_numpy(index).to(device)
         tokens = block.flatten() if chosen is None else block.flatten()[chosen]
@@ -245,41 +291,63 @@ class DecodingBatch:
             verdict = verify_block(proposal.probs, probs, proposal.tokens, lengths, uniform[:, :-1], uniform[:, -1])
         return verdict.num_accepted, verdict.next_token
 
-    def _commit(self, progress: list[Progress], outcome: _Verified, lengths: np.ndarray) -> None:
+    def _commit(
+        self, progress: list[Progress], outcome: _Verified, lengths: np.ndarray, drafting: frozenset[int]
+    ) -> None:
         for index, request in enumerate(progress):
             count, verified = outcome.accepted[index], int(lengths[index])
             emitted = request.emit([*outcome.drafted[index][:count], outcome.next_token[index]])
             request.length += count + 1
             if emitted <= count:  # the end fell inside the accepted tokens: what follows it does not exist
                 count = verified = emitted
-            confidence = () if outcome.confidence is None else tuple(outcome.confidence[index])
-            request.generation.rounds.append(Round(self.block_size, verified, count, emitted, confidence))
+            drafted = self.block_size if index in drafting else 0
+            known = drafted > 0 and outcome.confidence is not None
+            confidence = tuple(outcome.confidence[index]) if known else ()  # type: ignore[index]
+            request.generation.rounds.append(Round(drafted, verified, count, emitted, confidence))
 
-    def _extend_accepted(
+    def _hear_accepted(
         self, rows: list[int], anchors: list[int], outcome: _Verified, lengths: np.ndarray, taps: Tensor
     ) -> None:
-        """Give the drafter the target's features of the anchor and the accepted tokens."""
-        kept = [count + 1 for count in outcome.accepted]
-        if sum(kept) < len(taps):
-            starts = np.cumsum(lengths + 1) - (lengths + 1)
-            index = np.concatenate([np.arange(s, s + k) for s, k in zip(starts, kept, strict=True)])
-            taps = taps[torch.from_numpy(index).to(taps.device)]
-        following = [
-            token
-            for drafted, count, last in zip(outcome.drafted, outcome.accepted, outcome.next_token, strict=True)
-            for token in (*drafted[:count], last)
-        ]
-        self._extend(rows, anchors, kept, taps, np.array(following))
-
-    def _extend(
-        self, rows: list[int], starts: list[int], counts: list[int], taps: Tensor, following: np.ndarray
-    ) -> None:
+        """Keep the target's features of the anchor and the accepted tokens for the drafter."""
         if self.drafter is None:
             return
-        next_B = torch.from_numpy(following).to(taps.device)
-        carry = self.drafter.extend(self._store, rows, starts, counts, taps, next_B)
+        starts = np.cumsum(lengths + 1) - (lengths + 1)
+        for index, row in enumerate(rows):
+            count = outcome.accepted[index]
+            part = taps[starts[index] : starts[index] + count + 1]
+            self._hear(row, anchors[index], part, [*outcome.drafted[index][:count], outcome.next_token[index]])
+
+    def _hear(self, row: int, start: int, taps: Tensor, following: list[int]) -> None:
+        if self.drafter is not None:
+            self._unheard[row].append(_Features(start, taps, following))
+
+    def _extend(self, rows: list[int]) -> None:
+        """Give the drafter all features of these rows that it has not heard of."""
+        if not rows:
+            return
+        assert self.drafter is not None
+        parts = [self._unheard.pop(row) for row in rows]
+        counts = [sum(len(run.following) for run in runs) for runs in parts]
+        taps = torch.cat([run.taps for runs in parts for run in runs])
+        following = torch.tensor([token for runs in parts for run in runs for token in run.following])
+        starts = [runs[0].start for runs in parts]
+        carry = self.drafter.extend(self._store, rows, starts, counts, taps, following.to(taps.device))
         if carry is not None:
             self._carry.update(zip(rows, carry, strict=True))
+
+
+def _widened(proposal: Proposal, drafting: list[int], num_requests: int) -> Proposal:
+    """A proposal for some requests as one for all; rows of the others are zero and are not read."""
+    index = torch.tensor(drafting, device=proposal.tokens.device)
+
+    def wide(part: Tensor | None) -> Tensor | None:
+        if part is None:
+            return None
+        return part.new_zeros(num_requests, *part.shape[1:]).index_copy_(0, index, part)
+
+    tokens = wide(proposal.tokens)
+    assert tokens is not None
+    return replace(proposal, tokens=tokens, probs=wide(proposal.probs), confidence=wide(proposal.confidence))
 
 
 def _fetch(block: Tensor, accepted: Tensor, next_token: Tensor, proposal: Proposal | None) -> _Verified:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from dspark_exp.decoding.batch import Clock, DecodingBatch, DecodingDrafter, DecodingTarget, MakeCache
+from dspark_exp.decoding.batch import Calibrate, Clock, DecodingBatch, DecodingDrafter, DecodingTarget, MakeCache
+from dspark_exp.decoding.early_exit import EarlyExit
 from dspark_exp.decoding.policies import Full, VerificationPolicy
 from dspark_exp.decoding.requests import Generation, Request
 from dspark_exp.decoding.sampling import Sampling
@@ -22,6 +23,7 @@ class SpeculativeLoop:
     Args:
         target, drafter, make_cache, sampling, policy: see ``DecodingBatch``; no policy verifies whole blocks.
         batch_size: requests in flight at most.
+        calibrate, early_exit: see ``DecodingBatch``.
 
     Raises:
         ConfigError: batch size below one, or a policy that the drafter cannot serve.
@@ -35,11 +37,14 @@ class SpeculativeLoop:
         sampling: Sampling,
         policy: VerificationPolicy | None = None,
         batch_size: int = 16,
+        calibrate: Calibrate | None = None,
+        early_exit: EarlyExit | None = None,
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"evaluation.batch_size={batch_size}: expected at least 1.")
         self.target, self.drafter, self._make_cache = target, drafter, make_cache
         self.sampling, self.policy, self.batch_size = sampling, policy or Full(), batch_size
+        self._calibrate, self._early_exit = calibrate, early_exit
         self.clock = Clock()
         if drafter is not None:
             self.policy.check(drafter.block_size, getattr(drafter, "confidence_head", None) is not None)
@@ -71,4 +76,14 @@ class SpeculativeLoop:
         num_rows = min(self.batch_size, len(requests))
         block_size = self.drafter.block_size if self.drafter is not None else 0
         longest = max(len(r.prompt_ids) + r.max_new_tokens for r in requests) + block_size + 1
-        return DecodingBatch(self.target, self.drafter, self._make_cache, self.sampling, self.policy, num_rows, longest)
+        return DecodingBatch(
+            self.target,
+            self.drafter,
+            self._make_cache,
+            self.sampling,
+            self.policy,
+            num_rows,
+            longest,
+            self._calibrate,
+            self._early_exit,
+        )

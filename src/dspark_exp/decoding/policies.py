@@ -1,7 +1,8 @@
-"""Verification policies: how many drafted tokens are verified.
+"""Verification policies: how many drafted tokens are verified, and whether a round drafts at all.
 
-In: predicted conditional acceptance. Out: a length per request. All are non-anticipating: whether x_k is verified
-depends on c_1..c_k, never on x_k or what follows.
+In: calibrated conditional acceptance. Out: a length per request. All are non-anticipating: whether x_k is verified
+depends on c_1..c_k and older rounds, never on x_k or what follows. The schedulers of ``dspark_exp.scheduling`` are
+policies, too.
 """
 
 from __future__ import annotations
@@ -9,36 +10,58 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from dspark_exp.errors import ConfigError
 
 
 class VerificationPolicy(Protocol):
-    """Chooses verification lengths."""
+    """Chooses verification lengths. One object serves one batch of requests at a time."""
+
+    @property
+    def reads_confidence(self) -> bool:
+        """Whether ``lengths`` needs this round's confidences, which costs one more read of the device."""
 
     def check(self, block_size: int, has_confidence: bool) -> None:
         """Raise ConfigError if the drafter cannot be verified by this policy."""
 
-    def lengths(self, confidence_RG: Tensor | None, num_requests: int, block_size: int) -> Tensor:
+    def start(self) -> None:
+        """A new batch begins: forget older rounds."""
+
+    def drafts(self, num_requests: int) -> bool:
+        """Whether this round drafts; decided before drafting, from older rounds alone."""
+
+    def lengths(self, confidence_RG: np.ndarray | None, num_requests: int, block_size: int) -> np.ndarray:
         """[R] integers within 0..G."""
 
 
+class _Static:
+    """What policies without memory share."""
+
+    reads_confidence = False
+
+    def start(self) -> None:
+        """Nothing is remembered."""
+
+    def drafts(self, num_requests: int) -> bool:
+        """Every round."""
+        return True
+
+
 @dataclass(frozen=True)
-class Full:
+class Full(_Static):
     """Verify the whole block (the paper's offline evaluation)."""
 
     def check(self, block_size: int, has_confidence: bool) -> None:
         """Fits every drafter."""
 
-    def lengths(self, confidence_RG: Tensor | None, num_requests: int, block_size: int) -> Tensor:
-        return torch.full((num_requests,), block_size)
+    def lengths(self, confidence_RG: np.ndarray | None, num_requests: int, block_size: int) -> np.ndarray:
+        return np.full(num_requests, block_size)
 
 
 @dataclass(frozen=True)
-class Fixed:
-    """Verify the first ``length`` tokens."""
+class Fixed(_Static):
+    """Verify the first ``length`` tokens. With length 0 nothing is drafted."""
 
     length: int
 
@@ -47,15 +70,20 @@ class Fixed:
         if not 0 <= self.length <= block_size:
             raise ConfigError(f"policy.length={self.length} must lie within 0..{block_size} (block size).")
 
-    def lengths(self, confidence_RG: Tensor | None, num_requests: int, block_size: int) -> Tensor:
-        return torch.full((num_requests,), self.length)
+    def drafts(self, num_requests: int) -> bool:
+        """Not where nothing would be verified."""
+        return self.length > 0
+
+    def lengths(self, confidence_RG: np.ndarray | None, num_requests: int, block_size: int) -> np.ndarray:
+        return np.full(num_requests, self.length)
 
 
 @dataclass(frozen=True)
-class Threshold:
+class Threshold(_Static):
     """Cut before the first position whose conditional confidence falls below ``threshold``."""
 
     threshold: float
+    reads_confidence = True
 
     def check(self, block_size: int, has_confidence: bool) -> None:
         """Needs a confidence head and a threshold in [0, 1]."""
@@ -67,6 +95,6 @@ class Threshold:
                 "(drafter.network.confidence_head=true); this one has none."
             )
 
-    def lengths(self, confidence_RG: Tensor | None, num_requests: int, block_size: int) -> Tensor:
+    def lengths(self, confidence_RG: np.ndarray | None, num_requests: int, block_size: int) -> np.ndarray:
         assert confidence_RG is not None
-        return (confidence_RG >= self.threshold).int().cumprod(-1).sum(-1).cpu()
+        return (confidence_RG >= self.threshold).cumprod(axis=1).sum(axis=1)

@@ -1,0 +1,156 @@
+"""Schedulers against brute force over every length vector, the paper's counterexample, and the clock."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+
+from dspark_exp.errors import ConfigError
+from dspark_exp.scheduling import AsyncScheduler, CapacityCurve, PrefixScheduler, greedy_prefix, rank, survivals
+
+
+def _smooth(length: int = 64, draft_s: float = 0.0) -> CapacityCurve:
+    """Seconds rise linearly: tau * SPS(B) is unimodal along the greedy path."""
+    tokens = np.arange(1, length)
+    drafts = (np.array([1.0, 2.0]), np.full(2, draft_s)) if draft_s else (np.zeros(0), np.zeros(0))
+    return CapacityCurve(tokens, 1.0 + 0.3 * tokens, *drafts)
+
+
+def _brute_force(survival: np.ndarray, curve: CapacityCurve) -> float:
+    """The best expected throughput of all length vectors."""
+    num_requests, size = survival.shape
+    best = 0.0
+    for lengths in itertools.product(range(size + 1), repeat=num_requests):
+        tokens = num_requests + sum(survival[r, :length].sum() for r, length in enumerate(lengths))
+        seconds = curve.draft_s(num_requests) + float(curve.step_s(num_requests + sum(lengths)))
+        best = max(best, tokens / seconds)
+    return best
+
+
+def _throughput(survival: np.ndarray, lengths: np.ndarray, curve: CapacityCurve) -> float:
+    tokens = len(lengths) + sum(survival[r, :length].sum() for r, length in enumerate(lengths))
+    return tokens / (curve.draft_s(len(lengths)) + float(curve.step_s(len(lengths) + lengths.sum())))
+
+
+@pytest.mark.parametrize("draft_s", [0.0, 2.0])
+@pytest.mark.parametrize("seed", range(20))
+def test_greedy_is_optimal_on_a_unimodal_curve(seed: int, draft_s: float) -> None:
+    generator = np.random.default_rng(seed)
+    confidence = generator.uniform(0.05, 1, (3, 4))
+    survival, curve = survivals(confidence).astype(float), _smooth(draft_s=draft_s)
+    lengths = PrefixScheduler(curve).lengths(confidence, 3, 4)
+    assert lengths.tolist() == greedy_prefix(survival, curve).tolist()
+    assert _throughput(survival, lengths, curve) == pytest.approx(_brute_force(survival, curve), rel=1e-6)
+
+
+def test_a_step_in_the_curve_traps_the_early_stop_and_not_the_asynchronous_search() -> None:
+    """Up to 3 tokens are cheap, the fourth is dear, and from there on more tokens cost nothing."""
+    curve = CapacityCurve.of_steps_per_s([1, 2, 3, 4, 5, 6, 7, 8], [10, 9, 8, 4.5, 4.5, 4.5, 4.5, 4.5])
+    confidence = np.full((2, 3), 0.95)
+    survival = survivals(confidence).astype(float)
+    trapped = greedy_prefix(survival, curve)
+    assert trapped.sum() == 1
+    scheduler = AsyncScheduler(curve, staleness=1)
+    scheduler.lengths(confidence, 2, 3)  # the round whose confidences the next one goes by
+    free = scheduler.lengths(confidence, 2, 3)
+    assert free.tolist() == [3, 3]
+    assert _throughput(survival, free, curve) == pytest.approx(_brute_force(survival, curve))
+    assert _throughput(survival, free, curve) > 1.2 * _throughput(survival, trapped, curve)
+
+
+def test_the_paper_counterexample_numbers() -> None:
+    """Appendix A: with early stopping x_1 is refused whatever it makes of c_2."""
+    curve = CapacityCurve.of_steps_per_s([1, 2, 3], [1.0, 0.5, 0.45])
+    for second in (0.9, 0.0):
+        assert greedy_prefix(survivals(np.array([[0.8, second]])), curve).tolist() == [0]
+
+
+def test_equal_survivals_are_admitted_in_order_of_position() -> None:
+    ranking = rank(survivals(np.ones((3, 4))))
+    for admitted in range(13):
+        assert ranking.lengths(admitted, 3).sum() == admitted
+    assert ranking.request.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert ranking.tokens.tolist() == list(range(3, 16))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_admission_does_not_depend_on_later_positions(seed: int) -> None:
+    """Changing c_j of a request never changes whether its positions before j are verified."""
+    generator = np.random.default_rng(seed)
+    confidence = generator.uniform(0.2, 1, (4, 5))
+    older = generator.uniform(0.2, 1, (4, 5))
+    curve = CapacityCurve(np.arange(1, 40), np.sort(generator.uniform(1, 6, 39)))
+
+    def lengths(name: str, current: np.ndarray) -> np.ndarray:
+        if name == "prefix":
+            return PrefixScheduler(curve).lengths(current, 4, 5)
+        scheduler = AsyncScheduler(curve, staleness=1)
+        scheduler.lengths(older, 4, 5)
+        return scheduler.lengths(current, 4, 5)
+
+    for name, request, position in itertools.product(("prefix", "async"), range(4), range(5)):
+        before = lengths(name, confidence)
+        for value in (0.0, 0.5, 1.0):
+            changed = confidence.copy()
+            changed[request, position:] = value
+            after = lengths(name, changed)
+            assert min(before[request], position) == min(after[request], position)
+
+
+def test_capacity_follows_confidences_as_old_as_it_says() -> None:
+    curve = _smooth()
+    high, low = np.full((4, 5), 0.99), np.full((4, 5), 0.02)
+    scheduler = AsyncScheduler(curve, staleness=3)
+    seen = [int(scheduler.lengths(c, 4, 5).sum()) for c in (high, low, low, low, low, high, high, high, high)]
+    fresh = [int(greedy_prefix(survivals(c), curve).sum()) for c in (high, low)]
+    assert seen[:4] == [20, fresh[0], fresh[0], fresh[0]]  # no history: everything; then by the first round
+    assert seen[4:8] == [fresh[1]] * 4
+    assert seen[8] == fresh[0]
+    scheduler.start()
+    assert scheduler.lengths(low, 4, 5).sum() == 20
+
+
+def test_capacity_follows_the_number_of_requests() -> None:
+    scheduler = AsyncScheduler(_smooth(400), staleness=1)
+    confidence = np.full((8, 5), 0.9)
+    scheduler.lengths(confidence, 8, 5)
+    of_eight = scheduler.lengths(confidence, 8, 5)
+    of_four = scheduler.lengths(confidence[:4], 4, 5)
+    assert of_four.sum() == pytest.approx(of_eight.sum() / 2, abs=4)
+
+
+def test_a_round_that_does_not_pay_is_not_drafted_but_probed_in_time() -> None:
+    curve = _smooth(draft_s=3.0)
+    scheduler = AsyncScheduler(curve, staleness=1, probe_every=4)
+    assert scheduler.drafts(4)
+    scheduler.lengths(np.full((4, 5), 0.02), 4, 5)
+    assert [scheduler.drafts(4) for _ in range(8)] == [False, False, False, True] * 2
+    scheduler.lengths(np.full((4, 5), 0.99), 4, 5)
+    assert scheduler.drafts(4)
+
+
+@pytest.mark.parametrize("staleness", [0, -1])
+def test_capacity_from_this_rounds_confidences_is_refused(staleness: int) -> None:
+    with pytest.raises(ConfigError, match="staleness"):
+        AsyncScheduler(_smooth(), staleness)
+
+
+def test_a_thousand_requests_are_scheduled_within_a_millisecond() -> None:
+    generator = np.random.default_rng(0)
+    confidence = generator.uniform(0.3, 1, (1024, 15)).astype(np.float32)
+    tokens = np.arange(1, 1024 * 16 + 1, 64)
+    curve = CapacityCurve(tokens, 1e-2 + 1e-6 * tokens)
+    scheduler = AsyncScheduler(curve, staleness=2)
+    for work in (
+        lambda: PrefixScheduler(curve).lengths(confidence, 1024, 15),
+        lambda: scheduler.lengths(confidence, 1024, 15),
+    ):
+        times = []
+        for _ in range(15):
+            started = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - started)
+        assert min(times) < 1e-3
