@@ -27,13 +27,13 @@ def test_every_choice_of_every_group_fits_the_schema(choice: str) -> None:
     validated(composed(choice, *([DATA_PATH] if needs_path else [])))
 
 
-@pytest.mark.parametrize("drafter", ["eagle3", "dflash", "dspark_markov", "dspark_gated", "dspark_rnn"])
+@pytest.mark.parametrize("drafter", ["eagle3", "dflash", "dspark_markov", "dspark_gated", "dspark_rnn", "mtp1"])
 def test_every_drafter_file_builds(drafter: str) -> None:
-    config = validated(composed(f"drafter={drafter}"))
-    network = build_drafter(config, random_target(vocab_size=40))
-    assert network.block_size == 7
+    config, target = validated(composed(f"drafter={drafter}")), random_target(vocab_size=40)
+    network = build_drafter(config, target)
+    assert network.block_size == (1 if drafter == "mtp1" else 7)
     construct(config.drafter.objective, "drafter.objective")
-    build_policy(config)
+    build_policy(config, target)
 
 
 @pytest.mark.parametrize("experiment", ["table1", "make_tiny_target"])

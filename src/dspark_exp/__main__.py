@@ -16,14 +16,26 @@ from dspark_exp.errors import ConfigError, DsparkError
 
 log = logging.getLogger("dspark_exp")
 _HERE = Path(__file__).parent
-CONF = _HERE / "conf" if (_HERE / "conf").is_dir() else _HERE.parents[1] / "conf"
+CONF = _HERE / "conf" if (_HERE / "conf").is_dir() else _HERE.parents[1] / "conf"  # config.conf_folder, unimported
 _QUIET = ("lightning.pytorch", "lightning.fabric", "httpx", "alembic", "mlflow")
 
 
 def run(composed: DictConfig) -> None:
     """Validate the config and hand over to its task."""
     from dspark_exp.config import resolved_dict, validated  # heavy imports after --help and --cfg are served
-    from dspark_exp.tasks import estimate, export, inspect_data, make_tiny_target, prepare_data, sweep, train_eval
+    from dspark_exp.tasks import (
+        confidence,
+        estimate,
+        export,
+        inspect_data,
+        load,
+        make_tiny_target,
+        prepare_data,
+        profile_capacity,
+        serve,
+        sweep,
+        train_eval,
+    )
 
     for name in _QUIET:
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -36,6 +48,15 @@ def run(composed: DictConfig) -> None:
         "inspect_data": lambda: inspect_data.run_inspect_data(config),
         "estimate": lambda: estimate.run_estimate(config),
         "export": lambda: export.run_export(job),
+        "profile_capacity": lambda: profile_capacity.run_profile_capacity(job),
+        "reliability": lambda: confidence.run_reliability(job),
+        "threshold": lambda: confidence.run_threshold(job),
+        "calibration_shift": lambda: confidence.run_calibration_shift(job),
+        "pareto": lambda: load.run_pareto(job),
+        "load_adaptive": lambda: load.run_load_adaptive(job),
+        "staleness": lambda: load.run_staleness(job),
+        "early_exit": lambda: load.run_early_exit(job),
+        "serve": lambda: serve.run_serve(job),
         "make_tiny_target": lambda: make_tiny_target.run_make_tiny_target(config),
     }
     if config.task not in tasks:

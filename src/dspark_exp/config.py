@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -58,6 +59,7 @@ class DrafterConfig:
     network: dict[str, Any]
     objective: dict[str, Any]
     module: str
+    early_exit: dict[str, Any] | None = None  # {min_accepted, window, pause}; null = every round drafts
 
 
 @dataclass
@@ -159,7 +161,6 @@ class ExportConfig:
     dir: str | None  # null = export-<to> in the job's folder
     dtype: str  # float32 | bfloat16
     shard_gb: float  # gigabytes a weight file
-    checkpoint: str | None  # a .ckpt of this drafter; null = the finished job of the same options
 
 
 @dataclass
@@ -167,6 +168,47 @@ class InspectConfig:
     """What ``task=inspect_data`` prints."""
 
     num_rows: int  # rows shown token by token
+
+
+@dataclass
+class SchedulingConfig:
+    """Where schedulers find the capacity of this machine."""
+
+    table: str | None  # null = what task=profile_capacity measured for this target and drafter
+    force: bool  # take a table of another model or device
+
+
+@dataclass
+class ProfileConfig:
+    """What ``task=profile_capacity`` measures."""
+
+    max_tokens: int  # largest forward batch B
+    max_requests: int  # in one batch; B is spread over so many
+    context_lengths: list[int]  # tokens already in the cache of each request
+    repeats: int  # timed passes a point, after one that warms up
+
+
+@dataclass
+class ServingConfig:
+    """``task=serve``."""
+
+    host: str
+    port: int
+    max_requests: int  # in flight
+    max_length: int  # tokens of a request: prompt, answer and one block
+    max_queue: int  # requests that may wait
+
+
+@dataclass
+class LoadConfig:
+    """Load tests: experiments pareto, load_adaptive, staleness, early_exit, calibration_shift."""
+
+    concurrency: list[int]  # users of a closed loop
+    requests_per_user: int
+    min_requests: int  # of a load test
+    repeats: int  # of every point, arms in turn
+    threshold: float  # of the arm that verifies by a static threshold
+    arms: list[str]  # of pareto
 
 
 @dataclass
@@ -194,13 +236,28 @@ class ExperimentConfig:
     evaluation: EvaluationConfig
     policy: dict[str, Any]
     tracking: TrackingConfig
+    checkpoint: str | None  # a .ckpt of this drafter; null = the finished job of the same options
+    calibration: dict[str, Any]  # {num_prompts, from}
+    scheduling: SchedulingConfig
+    profile: ProfileConfig
+    serving: ServingConfig
+    load: LoadConfig
     export: ExportConfig
     inspect: InspectConfig
     paths: PathsConfig
     tiny_target: dict[str, Any] = field(default_factory=dict)
 
 
-_NOT_NUMBERS = ("paths", "tracking", "experiment", "task", "tiny_target", "export", "inspect")
+_NOT_NUMBERS = (
+    "paths", "tracking", "experiment", "task", "tiny_target", "export", "inspect", "checkpoint", "scheduling",
+    "profile", "serving", "load",
+)  # fmt: skip
+
+
+def conf_folder() -> Path:
+    """The config groups: inside the installed package, or at the top of the repository."""
+    here = Path(__file__).parent
+    return here / "conf" if (here / "conf").is_dir() else here.parents[1] / "conf"
 
 
 def validated(composed: DictConfig) -> ExperimentConfig:
@@ -268,6 +325,16 @@ def _check_ranges(config: ExperimentConfig) -> None:
         "benchmark.max_new_tokens": config.benchmark.max_new_tokens,
         "evaluation.batch_size": config.evaluation.batch_size,
         "inspect.num_rows": config.inspect.num_rows,
+        "profile.max_tokens": config.profile.max_tokens,
+        "profile.max_requests": config.profile.max_requests,
+        "serving.max_requests": config.serving.max_requests,
+        "serving.max_length": config.serving.max_length,
+        "serving.max_queue": config.serving.max_queue,
+        "load.requests_per_user": config.load.requests_per_user,
+        "load.min_requests": config.load.min_requests,
+        "load.repeats": config.load.repeats,
+        "load.concurrency": min(config.load.concurrency, default=0),
+        "profile.repeats": config.profile.repeats,
         "data.server_concurrency": config.data.server_concurrency,
     }
     for name, value in at_least_one.items():

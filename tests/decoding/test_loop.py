@@ -14,7 +14,7 @@ from dspark_exp.calibration import Calibration
 from dspark_exp.decoding import EarlyExit, Fixed, Full, Request, Sampling, SpeculativeLoop, Threshold
 from dspark_exp.drafters import BlockDrafter
 from dspark_exp.errors import ConfigError
-from dspark_exp.scheduling import AsyncScheduler, CapacityCurve, PrefixScheduler, survivals
+from dspark_exp.scheduling import AsyncScheduler, CapacityCurve, PrefixScheduler, Rounds, survivals
 from dspark_exp.targets import Target
 from tests.conftest import BLOCK_SIZE, make_cache, make_drafter, random_target
 
@@ -227,7 +227,13 @@ SCHEDULERS = {
     "prefix_on_a_cliff": lambda: PrefixScheduler(_Curves.cliff),
     "async": lambda: AsyncScheduler(_Curves.cliff, staleness=2),
     "async_that_skips_drafts": lambda: AsyncScheduler(
-        CapacityCurve(np.array([1, 4000]), np.array([1.0, 9.0]), np.array([1.0]), np.array([1.0])), 1, probe_every=2
+        CapacityCurve(
+            np.array([1]),
+            np.array([1.0]),
+            Rounds(np.array([1]), np.array([0, 4]), np.array([[2.0, 9.0]]), np.array([1.0])),
+        ),
+        1,
+        probe_every=2,
     ),
 }
 

@@ -9,14 +9,17 @@ import numpy as np
 import pytest
 
 from dspark_exp.errors import ConfigError
-from dspark_exp.scheduling import AsyncScheduler, CapacityCurve, PrefixScheduler, greedy_prefix, rank, survivals
+from dspark_exp.scheduling import AsyncScheduler, CapacityCurve, PrefixScheduler, Rounds, greedy_prefix, rank, survivals
 
 
 def _smooth(length: int = 64, draft_s: float = 0.0) -> CapacityCurve:
     """Seconds rise linearly: tau * SPS(B) is unimodal along the greedy path."""
     tokens = np.arange(1, length)
-    drafts = (np.array([1.0, 2.0]), np.full(2, draft_s)) if draft_s else (np.zeros(0), np.zeros(0))
-    return CapacityCurve(tokens, 1.0 + 0.3 * tokens, *drafts)
+    if not draft_s:
+        return CapacityCurve(tokens, 1.0 + 0.3 * tokens)
+    requests, lengths = np.array([1.0, 32.0]), np.array([0.0, 16.0])
+    verify = 1.0 + 0.3 * requests[:, None] * (1 + lengths)
+    return CapacityCurve(tokens, 1.0 + 0.3 * tokens, Rounds(requests, lengths, verify + draft_s, verify[:, 0]))
 
 
 def _brute_force(survival: np.ndarray, curve: CapacityCurve) -> float:
@@ -25,14 +28,14 @@ def _brute_force(survival: np.ndarray, curve: CapacityCurve) -> float:
     best = 0.0
     for lengths in itertools.product(range(size + 1), repeat=num_requests):
         tokens = num_requests + sum(survival[r, :length].sum() for r, length in enumerate(lengths))
-        seconds = curve.draft_s(num_requests) + float(curve.step_s(num_requests + sum(lengths)))
+        seconds = float(curve.round_s(num_requests, num_requests + sum(lengths)))
         best = max(best, tokens / seconds)
     return best
 
 
 def _throughput(survival: np.ndarray, lengths: np.ndarray, curve: CapacityCurve) -> float:
     tokens = len(lengths) + sum(survival[r, :length].sum() for r, length in enumerate(lengths))
-    return tokens / (curve.draft_s(len(lengths)) + float(curve.step_s(len(lengths) + lengths.sum())))
+    return tokens / float(curve.round_s(len(lengths), len(lengths) + lengths.sum()))
 
 
 @pytest.mark.parametrize("draft_s", [0.0, 2.0])

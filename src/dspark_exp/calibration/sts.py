@@ -1,8 +1,9 @@
 """Sequential Temperature Scaling (paper, section 3.2.1): one temperature a position, fitted left to right.
 
 In: observations. Out: temperatures that make survivals a_k = prod_i sigmoid(z_i / T_i) match how often prefixes of
-length k are accepted. Each T_k minimises the ECE of a_k with all earlier temperatures held. Within a position the
-order of confidences does not change.
+length k are accepted. Each T_k minimises the ECE of a_k with all earlier temperatures held; among temperatures that are
+as good within half a standard error it is the one nearest 1, so that noise does not move a position that needs nothing.
+Within a position the order of confidences does not change.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import numpy as np
 from dspark_exp.calibration.observations import Observations, _ece, logit, sigmoid
 from dspark_exp.errors import ConfigError
 
-GRID = np.exp(np.linspace(np.log(0.1), np.log(10.0), 121))
-_REFINED = 41  # points between the neighbours of the best grid point
+TOLERANCE = 0.5  # standard errors of an ECE within which two temperatures count as equally good
+GRID = np.exp(np.linspace(np.log(0.1), np.log(10.0), 241))
 _FEWEST = 20  # rounds below which a position keeps its neighbour's temperature
 
 
@@ -117,14 +118,10 @@ def fit_sts(observations: Observations, dataset: str = "") -> Calibration:
 
 
 def _best_temperature(earlier: np.ndarray, logits: np.ndarray, outcome: np.ndarray) -> float:
-    """Grid search, then once more between the neighbours of the best point; the one nearest 1 among equals."""
-    coarse = _search(GRID, earlier, logits, outcome)
-    place = int(np.abs(GRID - coarse).argmin())
-    low, high = GRID[max(0, place - 1)], GRID[min(len(GRID) - 1, place + 1)]
-    return _search(np.append(np.linspace(low, high, _REFINED), coarse), earlier, logits, outcome)
-
-
-def _search(grid: np.ndarray, earlier: np.ndarray, logits: np.ndarray, outcome: np.ndarray) -> float:
-    errors = np.array([_ece((earlier * sigmoid(logits / t))[None], outcome)[0] for t in grid])
-    best = np.flatnonzero(errors <= errors.min() + 1e-12)
-    return float(grid[best[np.abs(np.log(grid[best])).argmin()]])
+    """The temperature nearest 1 whose ECE is within ``TOLERANCE`` standard errors of the lowest."""
+    predicted = [earlier * sigmoid(logits / t) for t in GRID]
+    errors = np.array([_ece(p[None], outcome)[0] for p in predicted])
+    best = predicted[int(errors.argmin())]
+    standard_error = float(np.sqrt(((best - outcome) ** 2).sum()) / len(outcome))
+    good = np.flatnonzero(errors <= errors.min() + TOLERANCE * standard_error)
+    return float(GRID[good[np.abs(np.log(GRID[good])).argmin()]])

@@ -62,9 +62,13 @@ def synthetic_prompts(names: Sequence[str], split: str, num_prompts: int) -> dic
 
 
 def benchmark_prompts(
-    specs: Mapping[str, BenchmarkSpec], folder: str | None, num_prompts: int
+    specs: Mapping[str, BenchmarkSpec], folder: str | None, num_prompts: int, held_out: int | None = None
 ) -> dict[str, list[Prompt]]:
     """First turns of each benchmark from ``<folder>/<name>.jsonl``, or from the hub where no folder is given.
+
+    Args:
+        held_out: take this many prompts that come after the ``num_prompts`` instead; a benchmark without any is left
+            out.
 
     Raises:
         DataError: a file or data set is missing or holds no prompt; the message names all that are missing.
@@ -81,8 +85,11 @@ def benchmark_prompts(
         count = min(num_prompts, spec.num_prompts or num_prompts)
         turns = _file_turns(Path(folder) / f"{name}.jsonl") if folder is not None else _hub_turns(name, spec)
         random.Random(_SHUFFLE_SEED).shuffle(turns)
-        found[name] = [Prompt(({"role": "user", "content": text},), spec.domain, name) for text in turns[:count]]
-        if not found[name]:
+        chosen = turns[:count] if held_out is None else turns[count : count + held_out]
+        found[name] = [Prompt(({"role": "user", "content": text},), spec.domain, name) for text in chosen]
+        if not found[name] and held_out is not None:
+            del found[name]
+        elif not found[name]:
             raise DataError(f"Benchmark {name} holds no prompt.")
     return found
 

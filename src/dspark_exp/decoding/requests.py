@@ -14,11 +14,12 @@ import torch
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to continue. ``seed`` alone decides its random numbers."""
+    """One prompt to continue. ``seed`` alone decides its random numbers; ``ignore_stop`` goes on to the limit."""
 
     prompt_ids: list[int]
     max_new_tokens: int
     seed: int
+    ignore_stop: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Progress:
         for token in tokens:
             self.generation.token_ids.append(token)
             emitted += 1
-            if token in self._stop_ids:
+            if token in self._stop_ids and not self.request.ignore_stop:
                 self.generation.finish_reason = "stop"
                 break
             if len(self.generation.token_ids) >= self.request.max_new_tokens:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+_NEARLY_ALL = 0.9  # share of context tokens from which all are kept
+
 
 @dataclass(frozen=True)
 class Index:
@@ -76,7 +78,10 @@ class Packing:
         keep[0, 0] |= ~keep.any()
         last_N = anchors_NA.masked_fill(~keep, 0).amax(1)
         columns = torch.arange(num_tokens, device=anchors_NA.device)
-        context = Index.of(columns < last_N.clamp(min=1)[:, None])
+        needed = columns < last_N.clamp(min=1)[:, None]
+        if int(needed.sum()) > _NEARLY_ALL * needed.numel():
+            needed = torch.ones_like(needed)  # copying features would cost more than the few tokens
+        context = Index.of(needed)
         blocks = Index.of(keep)
         anchor_M = blocks.pack(anchors_NA)
         return Packing(context, blocks, context.padded % num_tokens, anchor_M, blocks.to_grid(anchor_M))

@@ -65,7 +65,7 @@ def position_figure(report: dict[str, Any], path: Path) -> None:
     _label_ends(labels)
     title = f"Conditional acceptance by position, target {report['target']} (bands: 95%, at least {MIN_ROUNDS} rounds)"
     figure.suptitle(title, fontsize=11, y=1.01)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def learning_figure(report: dict[str, Any], path: Path) -> None:
@@ -89,7 +89,7 @@ def learning_figure(report: dict[str, Any], path: Path) -> None:
     axes[0][0].set_ylabel("accepted length (tokens per round)")
     _label_ends(labels)
     figure.suptitle(f"Learning curves on held-out prompts, target {report['target']}", fontsize=11, y=1.01)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _label_ends(labels: list[_Labels]) -> None:
@@ -113,7 +113,8 @@ def _label_ends(labels: list[_Labels]) -> None:
             )
 
 
-def _save(figure: Any, path: Path) -> None:
-    figure.subplots_adjust(wspace=0.42)
+def save_figure(figure: Any, path: Path, wspace: float = 0.42) -> None:
+    """Write and close."""
+    figure.subplots_adjust(wspace=wspace)
     figure.savefig(path, dpi=130, bbox_inches="tight")
     plt.close(figure)

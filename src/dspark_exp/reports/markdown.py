@@ -48,7 +48,7 @@ def _learning(report: dict[str, Any]) -> str:
     )
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 
@@ -71,7 +71,7 @@ def _tau_table(rows: Sequence[dict[str, Any]]) -> str:
         means = macro_averages(group)
         tail = [f"**{a.tau:.2f}** [{a.low:.2f}, {a.high:.2f}]" if (a := means.get(n)) else "-" for n in averages]
         body.append([drafter, *(cells.get(b, "-") for b in benchmarks), *tail])
-    return _table(header, body)
+    return table(header, body)
 
 
 def _gains(rows: Sequence[dict[str, Any]]) -> str:
@@ -88,7 +88,7 @@ def _gains(rows: Sequence[dict[str, Any]]) -> str:
             body.append([f"{name} over {baseline}", *cells])
     if not body:
         return ""
-    return "Relative gains of the macro-averages:\n\n" + _table(["gain", *means[ours[0]]], body)
+    return "Relative gains of the macro-averages:\n\n" + table(["gain", *means[ours[0]]], body)
 
 
 def _position_table(rows: Sequence[dict[str, Any]]) -> str:
@@ -100,7 +100,7 @@ def _position_table(rows: Sequence[dict[str, Any]]) -> str:
     width = max(len(row) for row in body) - 3
     header = ["drafter", "domain", *(f"k={k + 1}" for k in range(width)), "rounds at k=1 / last"]
     note = f"Positions that fewer than {MIN_ROUNDS} rounds reached are left out here (all are in results.json)."
-    return note + "\n\n" + _table(header, body)
+    return note + "\n\n" + table(header, body)
 
 
 def _confidence(rows: Sequence[dict[str, Any]]) -> str:
@@ -116,7 +116,7 @@ def _confidence(rows: Sequence[dict[str, Any]]) -> str:
     return (
         "## Confidence (raw, before any calibration)\n\nPredicted survival against what was accepted, at position 1 "
         "and at the last position; every position is in results.json.\n\n"
-        + _table(["drafter", "benchmark", "ECE", "AUROC", "Brier"], body)
+        + table(["drafter", "benchmark", "ECE", "AUROC", "Brier"], body)
     )
 
 
@@ -137,7 +137,7 @@ def _speed_table(rows: Sequence[dict[str, Any]]) -> str:
     return (
         "Milliseconds per request and round, batched decoding in one process; `head` is the sequential head, `extend` "
         "the drafter taking in new target features. The speed-up is over plain decoding of the same target at the same "
-        "batch size.\n\n" + _table(header, body)
+        "batch size.\n\n" + table(header, body)
     )
 
 
@@ -178,7 +178,7 @@ def _training(report: dict[str, Any]) -> str:
         f"{_passes(report)} At this scale the figures show how the drafters compare under one small budget, early in "
         "training; they cannot show where each would end, and say nothing about the paper's absolute values.",
     ]
-    return _table(header, body) + "\n\n" + "\n".join(f"- {note}" for note in notes)
+    return table(header, body) + "\n\n" + "\n".join(f"- {note}" for note in notes)
 
 
 def _data_note(data: dict[str, Any]) -> str:
@@ -217,4 +217,4 @@ def _paper_table() -> str:
         for target, drafters in TABLE_1.items()
         for drafter, values in drafters.items()
     ]
-    return _table(["target", "drafter", *BENCHMARKS], body)
+    return table(["target", "drafter", *BENCHMARKS], body)

@@ -1,7 +1,7 @@
 """Verification under load: the capacity curve and the schedulers that spend it. Numbers only, no models."""
 
 from dspark_exp.scheduling.asynchronous import AsyncScheduler
-from dspark_exp.scheduling.capacity import CapacityCurve, CapacityTable, read_table
+from dspark_exp.scheduling.capacity import CapacityCurve, CapacityTable, Rounds, read_table
 from dspark_exp.scheduling.prefix import PrefixScheduler, Ranking, greedy_prefix, rank, survivals
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "CapacityTable",
     "PrefixScheduler",
     "Ranking",
+    "Rounds",
     "greedy_prefix",
     "rank",
     "read_table",

@@ -66,7 +66,7 @@ class AsyncScheduler:
         if not self._older or self._undrafted + 1 >= self.probe_every:
             self._undrafted = 0
             return True
-        plain = num_requests / float(self.curve.step_s(num_requests))
+        plain = num_requests / self.curve.plain_s(num_requests)
         if self._best(self._older[0], num_requests)[1] > plain:
             self._undrafted = 0
             return True
@@ -89,7 +89,6 @@ class AsyncScheduler:
         """K and expected tokens per second, for the older survivals spread over the requests there are now."""
         scale = num_requests / older.num_requests
         admitted = np.arange(len(older.tokens)) * scale
-        seconds = self.curve.draft_s(num_requests) + self.curve.step_s(num_requests + admitted)
-        theta = older.tokens * scale / seconds
+        theta = older.tokens * scale / self.curve.round_s(num_requests, num_requests + admitted)
         best = int(theta.argmax())
         return round(admitted[best]), float(theta[best])

@@ -1,7 +1,7 @@
 """The capacity curve SPS(B): target passes per second at a forward batch of B tokens, as measured, never smoothed.
 
-In: a table that ``task=profile_capacity`` wrote. Out: seconds of a pass of B tokens, and of drafting for R requests.
-The file has the field names that serving engines read (INTEROP E.4).
+In: a table that ``task=profile_capacity`` wrote. Out: seconds of a pass of B tokens, and of whole rounds of R requests,
+drafted or not. The file has the field names that serving engines read (INTEROP E.4).
 """
 
 from __future__ import annotations
@@ -19,16 +19,31 @@ _IDENTITY = ("model", "revision", "dtype", "device")
 
 
 @dataclass(frozen=True)
-class CapacityCurve:
-    """Seconds of a verification pass by its tokens, and of a draft by its requests.
+class Rounds:
+    """Seconds of whole rounds of the engine: drafting, verification, host.
 
-    Between two measured points the seconds lie on the line through them; beyond the last, on the line through the last
-    two. Measured points stay what they are, so a jagged curve stays jagged.
+    Attributes:
+        requests: [n] R, increasing. lengths: [m] verified draft tokens of each request, increasing from 0.
+        seconds: [n, m] of a drafted round. plain: [n] of a round without a draft.
+    """
+
+    requests: np.ndarray
+    lengths: np.ndarray
+    seconds: np.ndarray
+    plain: np.ndarray
+
+
+@dataclass(frozen=True)
+class CapacityCurve:
+    """What a round costs.
+
+    With ``rounds`` it is what whole rounds of this engine took. Without, drafting is free and a round is one pass, as
+    in the paper's Algorithm 1: 1 / SPS(B). Between two measured points the seconds lie on the line through them; beyond
+    the last, on the line through the last two. Measured points stay what they are: a jagged curve stays jagged.
 
     Args:
-        tokens, seconds: B (strictly increasing, from 1) and seconds of one target pass.
-        requests, draft_seconds: R and seconds of drafting and extending for R requests; none = drafting is free, as in
-            the paper's Algorithm 1.
+        tokens, seconds: B (increasing, from 1) and seconds of one target pass.
+        rounds: whole rounds, if they were measured.
 
     Raises:
         ConfigError: lengths differ, tokens do not increase, or a time is not above zero.
@@ -36,27 +51,36 @@ class CapacityCurve:
 
     tokens: np.ndarray
     seconds: np.ndarray
-    requests: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    draft_seconds: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    rounds: Rounds | None = field(default=None)
 
     def __post_init__(self) -> None:
-        for name, x, y in (("tokens", self.tokens, self.seconds), ("requests", self.requests, self.draft_seconds)):
-            if len(x) != len(y) or (np.diff(x) <= 0).any() or (np.asarray(y) <= 0).any():
-                raise ConfigError(f"A capacity curve needs {name} that increase and one time above 0 for each.")
-        if not len(self.tokens):
-            raise ConfigError("A capacity curve needs at least one measured batch.")
+        if not len(self.tokens) or len(self.tokens) != len(self.seconds):
+            raise ConfigError("A capacity curve needs one time for each of at least one batch of tokens.")
+        if (np.diff(self.tokens) <= 0).any() or (np.asarray(self.seconds) <= 0).any():
+            raise ConfigError("A capacity curve needs tokens that increase and times above 0.")
 
     def step_s(self, tokens: Any) -> np.ndarray:
         """Seconds of a target pass of ``tokens`` tokens."""
         return _lookup(tokens, self.tokens, self.seconds)
 
-    def draft_s(self, requests: int) -> float:
-        """Seconds of drafting for ``requests`` requests."""
-        return float(_lookup(requests, self.requests, self.draft_seconds)) if len(self.requests) else 0.0
-
     def steps_per_s(self, tokens: Any) -> np.ndarray:
         """SPS(B)."""
         return 1.0 / self.step_s(tokens)
+
+    def round_s(self, num_requests: int, tokens: Any) -> np.ndarray:
+        """Seconds of a drafted round of R requests that verifies ``tokens`` tokens, anchors included."""
+        if self.rounds is None:
+            return self.step_s(tokens)
+        measured = self.rounds
+        by_length = [float(_lookup(num_requests, measured.requests, column)) for column in measured.seconds.T]
+        mean = np.asarray(tokens, float) / num_requests - 1
+        return _lookup(mean, measured.lengths, np.asarray(by_length))
+
+    def plain_s(self, num_requests: int) -> float:
+        """Seconds of a round of R requests without a draft."""
+        if self.rounds is None:
+            return float(self.step_s(num_requests))
+        return float(_lookup(num_requests, self.rounds.requests, self.rounds.plain))
 
     @staticmethod
     def of_steps_per_s(tokens: Any, steps_per_s: Any) -> CapacityCurve:
@@ -75,13 +99,14 @@ def _lookup(at: Any, x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class CapacityTable:
-    """What was measured: curves by context length, spreads, and on what.
+    """What was measured, and on what.
 
     Attributes:
         tokens: B of every measured pass.
         context_lengths: tokens already in the cache of each request.
         seconds: [contexts, tokens] medians; spread: the same, half the interquartile range.
-        requests, draft_seconds: seconds of drafting for R requests; empty without a drafter.
+        rounds: whole rounds of the engine: ``requests``, ``lengths``, ``seconds``, ``plain``, as in ``Rounds``, at the
+            first context length; empty where only passes were measured.
         measured: model, revision, dtype, device, threads, attention, drafter, block size.
     """
 
@@ -89,21 +114,31 @@ class CapacityTable:
     context_lengths: list[int]
     seconds: list[list[float]]
     spread: list[list[float]]
-    requests: list[int]
-    draft_seconds: list[float]
+    rounds: dict[str, Any]
     measured: dict[str, Any]
 
     def curve(self, context: float | None = None) -> CapacityCurve:
-        """The curve at a context length, on the line between the two measured around it; null = the shortest."""
-        seconds = np.asarray(self.seconds)
-        at = self.context_lengths[0] if context is None else context
+        """The curve at a context length, on the line between the two measured around it; null = the shortest.
+
+        Whole rounds, which were measured at the shortest, take longer by as much as the pass does.
+        """
+        seconds, shortest = np.asarray(self.seconds), self.context_lengths[0]
+        at = shortest if context is None else context
         columns = [float(np.interp(at, self.context_lengths, seconds[:, b])) for b in range(len(self.tokens))]
-        return CapacityCurve(
-            np.asarray(self.tokens, float),
-            np.asarray(columns),
-            np.asarray(self.requests, float),
-            np.asarray(self.draft_seconds),
+        passes = CapacityCurve(np.asarray(self.tokens, float), np.asarray(columns))
+        if not self.rounds:
+            return passes
+        base = CapacityCurve(np.asarray(self.tokens, float), seconds[0])
+        requests, lengths = (np.asarray(self.rounds[name], float) for name in ("requests", "lengths"))
+        batches = requests[:, None] * (1 + lengths)
+        longer = passes.step_s(batches) - base.step_s(batches)
+        measured = Rounds(
+            requests,
+            lengths,
+            np.asarray(self.rounds["seconds"]) + longer,
+            np.asarray(self.rounds["plain"]) + longer[:, 0],
         )
+        return CapacityCurve(passes.tokens, passes.seconds, measured)
 
     def check(self, wanted: dict[str, Any], force: bool = False) -> None:
         """Refuse a table of another model or device.
@@ -147,8 +182,7 @@ def read_table(path: str | Path) -> CapacityTable:
             stored.get("context_lengths", [0]),
             stored.get("seconds", plain),
             stored.get("spread", [[0.0] * len(tokens)]),
-            stored.get("requests", []),
-            stored.get("draft_seconds", []),
+            stored.get("rounds", {}),
             stored.get("measured", {}),
         )
     except (OSError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:

@@ -54,7 +54,7 @@ def rank(survival_RG: np.ndarray) -> Ranking:
 def throughput(tokens: np.ndarray, num_requests: int, curve: CapacityCurve) -> np.ndarray:
     """Expected tokens per second after 0, 1, .. admissions."""
     batch = num_requests + np.arange(len(tokens))
-    return tokens / (curve.draft_s(num_requests) + curve.step_s(batch))
+    return tokens / curve.round_s(num_requests, batch)
 
 
 def greedy_prefix(survival_RG: np.ndarray, curve: CapacityCurve) -> np.ndarray:

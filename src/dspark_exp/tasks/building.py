@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import logging
+import platform
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -12,14 +14,16 @@ from hydra.utils import get_class
 from torch import nn
 
 from dspark_exp.allocator import keep_freed_memory
+from dspark_exp.calibration import Calibration
 from dspark_exp.config import ExperimentConfig, SamplingConfig
 from dspark_exp.contracts import FrozenHead
 from dspark_exp.data import language
 from dspark_exp.data.benchmarks import BenchmarkSpec, HubSource, Prompt, benchmark_prompts, synthetic_prompts
-from dspark_exp.decoding import Sampling, SpeculativeLoop, VerificationPolicy
+from dspark_exp.decoding import EarlyExit, Sampling, SpeculativeLoop, VerificationPolicy
 from dspark_exp.drafters import in_dtype
 from dspark_exp.errors import ConfigError
 from dspark_exp.interop import load_weights, read_config
+from dspark_exp.scheduling import CapacityTable, read_table
 from dspark_exp.targets import RaggedKVCache, Target, load_target
 
 log = logging.getLogger(__name__)
@@ -140,21 +144,83 @@ def build_sampling(config: SamplingConfig) -> Sampling:
     return Sampling(config.temperature, config.top_k, config.top_p)
 
 
-def build_policy(config: ExperimentConfig) -> VerificationPolicy:
-    policy: VerificationPolicy = construct(config.policy, "policy")
+def build_policy(config: ExperimentConfig, target: Target) -> VerificationPolicy:
+    """The verification policy; schedulers get the capacity table of ``scheduling.table``.
+
+    Raises:
+        ConfigError: an unknown option, or no table of this model and device.
+    """
+    needs_curve = "curve" in inspect.signature(get_class(config.policy["_target_"])).parameters
+    arguments = (read_capacity(config, target).curve(),) if needs_curve else ()
+    policy: VerificationPolicy = construct(config.policy, "policy", *arguments)
     return policy
 
 
+def capacity_path(config: ExperimentConfig) -> Path:
+    """Where the capacity table of this target and drafter lies."""
+    if config.scheduling.table is not None:
+        return Path(config.scheduling.table)
+    return Path(config.paths.outputs, "capacity", config.target.name, f"{config.drafter.name}.json")
+
+
+def read_capacity(config: ExperimentConfig, target: Target) -> CapacityTable:
+    """The measured capacity table.
+
+    Raises:
+        ConfigError: none there, or one of another model or device without ``scheduling.force``.
+    """
+    table = read_table(capacity_path(config))
+    table.check(identity_of(target), config.scheduling.force)
+    return table
+
+
+def identity_of(target: Target) -> dict[str, Any]:
+    """What a capacity table must have been measured on."""
+    return {
+        "model": target.facts.name,
+        "revision": target.revision,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": device_name(target),
+    }
+
+
+def device_name(target: Target) -> str:
+    """The device as results name it."""
+    if target.device.type == "cuda":
+        return torch.cuda.get_device_name(target.device)
+    return f"{target.device.type} ({platform.machine()})"
+
+
+def build_early_exit(config: ExperimentConfig) -> EarlyExit | None:
+    """``drafter.early_exit`` as a rule, or None."""
+    wanted = config.drafter.early_exit
+    return None if wanted is None else as_settings(EarlyExit, wanted, "drafter.early_exit")
+
+
 def build_loop(
-    target: Target, drafter: Any, sampling: Sampling, batch_size: int, policy: VerificationPolicy | None = None
+    target: Target,
+    drafter: Any,
+    sampling: Sampling,
+    batch_size: int,
+    policy: VerificationPolicy | None = None,
+    calibration: Calibration | None = None,
+    early_exit: EarlyExit | None = None,
 ) -> SpeculativeLoop:
     """A decoding loop whose drafter keeps its keys in the same kind of cache as the target."""
+
+    calibrate = calibration.apply if calibration is not None else None
+    make_cache = cache_maker(target, drafter)
+    return SpeculativeLoop(target, drafter, make_cache, sampling, policy, batch_size, calibrate, early_exit)
+
+
+def cache_maker(target: Target, drafter: Any) -> Callable[[int, int, int, int, int], RaggedKVCache]:
+    """Makes the drafter's key/value rows."""
 
     def make_cache(layers: int, rows: int, kv_heads: int, max_length: int, head_dim: int) -> RaggedKVCache:
         layer_kv = [(kv_heads, head_dim)] * layers
         return RaggedKVCache(layer_kv, rows, max_length, drafter.dtype, target.device, target.attention)
 
-    return SpeculativeLoop(target, drafter, make_cache, sampling, policy, batch_size)
+    return make_cache
 
 
 def for_decoding(config: ExperimentConfig, target: Target, drafter: Any) -> Any:
@@ -170,8 +236,8 @@ def for_decoding(config: ExperimentConfig, target: Target, drafter: Any) -> Any:
     return in_dtype(drafter, dtypes[chosen]).eval()
 
 
-def load_benchmarks(config: ExperimentConfig) -> dict[str, list[Prompt]]:
-    """Prompts by benchmark.
+def load_benchmarks(config: ExperimentConfig, held_out: int | None = None) -> dict[str, list[Prompt]]:
+    """Prompts by benchmark. ``held_out``: that many a benchmark which evaluation does not use, for calibration.
 
     Raises:
         ConfigError: a name that is no benchmark. DataError: prompts are missing.
@@ -186,8 +252,9 @@ def load_benchmarks(config: ExperimentConfig) -> dict[str, list[Prompt]]:
         given = ", ".join(unknown) or "none"
         raise ConfigError(f"Unknown benchmark: {given}; benchmark.names may hold {', '.join(specs)}.")
     if wanted.source == "language":
-        return synthetic_prompts(names, "evaluation", wanted.num_prompts)
-    return benchmark_prompts({name: specs[name] for name in names}, wanted.dir, wanted.num_prompts)
+        split, count = ("evaluation", wanted.num_prompts) if held_out is None else ("validation", held_out)
+        return synthetic_prompts(names, split, count)
+    return benchmark_prompts({name: specs[name] for name in names}, wanted.dir, wanted.num_prompts, held_out)
 
 
 def _benchmark_spec(spec: dict[str, Any]) -> BenchmarkSpec:

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from dspark_exp.calibration import Calibration
 from dspark_exp.config import ExperimentConfig
 from dspark_exp.data.benchmarks import Prompt
 from dspark_exp.data.rendering import render_prompt
-from dspark_exp.decoding import Clock, Generation, Request, SpeculativeLoop
+from dspark_exp.decoding import Clock, Generation, Request, Round, SpeculativeLoop
 from dspark_exp.metrics import AcceptanceByPosition, AcceptedLength, SurvivalCalibration, interval, resampled_ratios
 from dspark_exp.targets import Target
-from dspark_exp.tasks.building import build_loop, build_policy, build_sampling, for_decoding
+from dspark_exp.tasks.building import build_early_exit, build_loop, build_policy, build_sampling, for_decoding
 
 
 @dataclass(frozen=True)
@@ -30,30 +31,49 @@ class Evaluation:
     plain_tokens_per_s: float
 
 
-def evaluate(config: ExperimentConfig, target: Target, drafter: Any, benchmarks: dict[str, list[Prompt]]) -> Evaluation:
+def evaluate(
+    config: ExperimentConfig,
+    target: Target,
+    drafter: Any,
+    benchmarks: dict[str, list[Prompt]],
+    calibration: Calibration | None = None,
+) -> Evaluation:
     """One row a benchmark. Plain decoding of the same target runs in the same process for the speed-up."""
     wanted = config.evaluation
     drafter = for_decoding(config, target, drafter)
     sampling = build_sampling(wanted.sampling)
-    loop = build_loop(target, drafter, sampling, wanted.batch_size, build_policy(config))
+    policy, early_exit = build_policy(config, target), build_early_exit(config)
+    loop = build_loop(target, drafter, sampling, wanted.batch_size, policy, calibration, early_exit)
     plain = build_loop(target, None, sampling, wanted.batch_size)
     sample = [p for prompts in benchmarks.values() for p in prompts[: wanted.plain_prompts]]
-    plain_speed = _tokens_per_s(plain, _requests(config, target, sample)) if sample else float("nan")
+    plain_speed = _tokens_per_s(plain, requests_of(config, target, sample)) if sample else float("nan")
     rows, rounds = [], {}
     for name, prompts in benchmarks.items():
-        generations = loop.run(_requests(config, target, prompts))
+        generations = loop.run(requests_of(config, target, prompts))
         rounds[name] = [[vars(r) for r in g.rounds] for g in generations]
-        row = metric_row(generations, drafter.block_size, loop.clock)
+        row = metric_row(generations, drafter.block_size, loop.clock, calibration)
         speed = row["tokens_per_s"] / plain_speed if sample else float("nan")
         labels = {"drafter": config.drafter.name, "benchmark": name, "domain": prompts[0].domain}
         rows.append({**labels, **row, "plain_tokens_per_s": plain_speed, "speedup": speed})
     return Evaluation(rows, rounds, plain_speed)
 
 
-def draft_lengths(
+def record_rounds(
+    config: ExperimentConfig, target: Target, drafter: Any, benchmarks: dict[str, list[Prompt]]
+) -> dict[str, list[list[dict[str, Any]]]]:
+    """Rounds by benchmark and prompt with whole blocks verified: what calibration and diagnostics look at."""
+    wanted = config.evaluation
+    loop = build_loop(target, for_decoding(config, target, drafter), build_sampling(wanted.sampling), wanted.batch_size)
+    found = {}
+    for name, prompts in benchmarks.items():
+        found[name] = [[vars(r) for r in g.rounds] for g in loop.run(requests_of(config, target, prompts))]
+    return found
+
+
+def draft_rounds(
     config: ExperimentConfig, target: Target, drafter: Any, prompt_ids: Sequence[list[int]]
-) -> list[list[int]]:
-    """Emitted tokens of every round, by prompt: what ``val/tau`` is made of."""
+) -> list[list[Round]]:
+    """Rounds of held-out prompts, by prompt: what ``val/tau`` is made of."""
     was_training = drafter.training
     decoding = for_decoding(config, target, drafter)
     loop = build_loop(target, decoding, build_sampling(config.evaluation.sampling), config.evaluation.batch_size)
@@ -61,10 +81,12 @@ def draft_lengths(
     with torch.autocast(target.device.type, enabled=False):
         generations = loop.run([Request(ids, limit, seed=index) for index, ids in enumerate(prompt_ids)])
     drafter.train(was_training)
-    return [[r.emitted for r in g.rounds] for g in generations]
+    return [g.rounds for g in generations]
 
 
-def metric_row(generations: Sequence[Generation], block_size: int, clock: Clock) -> dict[str, Any]:
+def metric_row(
+    generations: Sequence[Generation], block_size: int, clock: Clock, calibration: Calibration | None = None
+) -> dict[str, Any]:
     """The sheet of one benchmark; every ratio is a ratio of sums over all its prompts."""
     rounds = [r for g in generations for r in g.rounds]
     emitted = torch.tensor([r.emitted for r in rounds])
@@ -97,12 +119,23 @@ def metric_row(generations: Sequence[Generation], block_size: int, clock: Clock)
         "rounds_by_prompt": by_prompt[:, 1].tolist(),
         **_speed(generations, len(rounds), clock),
     }
-    if rounds and rounds[0].confidence:
-        survival = SurvivalCalibration(block_size)
-        survival.update(torch.tensor([r.confidence for r in rounds]), accepted, verified)
-        sheet = survival.compute()
-        row["confidence"] = {name: sheet[name] if name == "bins" else _finite(sheet[name]) for name in sheet}
+    known = [r for r in rounds if r.confidence]
+    if known:
+        row["confidence"] = _confidence_sheet(known, block_size, None)
+        if calibration is not None:
+            row["confidence_calibrated"] = _confidence_sheet(known, block_size, calibration)
     return row
+
+
+def _confidence_sheet(rounds: Sequence[Round], block_size: int, calibration: Calibration | None) -> dict[str, Any]:
+    confidence = np.array([r.confidence for r in rounds])
+    if calibration is not None:
+        confidence = calibration.apply(confidence)
+    survival = SurvivalCalibration(block_size)
+    accepted, verified = (torch.tensor([getattr(r, name) for r in rounds]) for name in ("accepted", "verified"))
+    survival.update(torch.tensor(confidence), accepted, verified)
+    sheet = survival.compute()
+    return {name: sheet[name] if name == "bins" else _finite(sheet[name]) for name in sheet}
 
 
 def _speed(generations: Sequence[Generation], num_rounds: int, clock: Clock) -> dict[str, float]:
@@ -119,7 +152,7 @@ def _speed(generations: Sequence[Generation], num_rounds: int, clock: Clock) -> 
     }
 
 
-def _requests(config: ExperimentConfig, target: Target, prompts: Sequence[Prompt]) -> list[Request]:
+def requests_of(config: ExperimentConfig, target: Target, prompts: Sequence[Prompt]) -> list[Request]:
     """A request's seed depends on its benchmark and index alone, never on batch or drafter."""
     return [
         Request(

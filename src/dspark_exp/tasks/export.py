@@ -21,7 +21,7 @@ _GB = 1e9
 
 
 def run_export(job: Job) -> Exported:
-    """Export the finished job of these same options, or ``export.checkpoint``, or ``drafter.init_from`` as it is.
+    """Export the finished job of these same options, or ``checkpoint``, or ``drafter.init_from`` as it is.
 
     Raises:
         ConfigError: an unknown dtype or shard size. CheckpointError: nothing to export, or the reader cannot read it.
@@ -56,7 +56,7 @@ def run_export(job: Job) -> Exported:
 
 def _results(job: Job) -> dict[str, Any] | None:
     """The metric sheet of the finished job, if it is what is exported."""
-    if job.config.export.checkpoint is not None or not job.results_path.exists():
+    if job.config.checkpoint is not None or not job.results_path.exists():
         return None
     return dict(json.loads(job.results_path.read_text()))
 
@@ -64,8 +64,8 @@ def _results(job: Job) -> dict[str, Any] | None:
 def _load_weights(job: Job, drafter: Any, results: dict[str, Any] | None) -> str:
     """Fill the drafter; returns where its weights came from."""
     config = job.config
-    if config.export.checkpoint is not None:
-        path = Path(config.export.checkpoint)
+    if config.checkpoint is not None:
+        path = Path(config.checkpoint)
     elif results is not None and results["training"]["checkpoint"] is not None:
         path = job.folder / "checkpoints" / results["training"]["checkpoint"]
     elif config.drafter.init_from is not None:
@@ -73,7 +73,7 @@ def _load_weights(job: Job, drafter: Any, results: dict[str, Any] | None) -> str
     else:
         raise CheckpointError(
             "Nothing to export: no finished job has these options. Train first (the same command without task=export), "
-            "or give export.checkpoint=<file.ckpt> or drafter.init_from=<folder or hub id>."
+            "or give checkpoint=<file.ckpt> or drafter.init_from=<folder or hub id>."
         )
     step = load_drafter(path, drafter)
     return f"{job.folder.name}, step {step}"

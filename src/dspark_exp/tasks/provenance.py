@@ -14,6 +14,7 @@ import torch
 import dspark_exp
 from dspark_exp.config import ExperimentConfig
 from dspark_exp.targets import Target
+from dspark_exp.tasks.building import device_name
 
 _PACKAGES = ("torch", "transformers", "lightning", "numpy")
 
@@ -36,7 +37,7 @@ def provenance(
         "data": data,
         "trainer": asdict(config.trainer),
         "seed": config.seed,
-        "device": _device(target),
+        "device": device_name(target),
         "threads": torch.get_num_threads(),
         "versions": {name: version(name) for name in _PACKAGES} | {"python": platform.python_version()},
         "code": {"version": dspark_exp.__version__, "revision": code_revision()},
@@ -58,9 +59,3 @@ def _git(folder: Path, *arguments: str) -> str:
     return subprocess.run(
         ["git", "-C", str(folder), *arguments], check=True, capture_output=True, text=True
     ).stdout.strip()
-
-
-def _device(target: Target) -> str:
-    if target.device.type == "cuda":
-        return torch.cuda.get_device_name(target.device)
-    return f"{target.device.type} ({platform.machine()})"

@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
 from torch import nn
 
+from dspark_exp.calibration import Calibration
 from dspark_exp.config import ExperimentConfig, flattened, job_key
 from dspark_exp.data.benchmarks import Prompt
 from dspark_exp.data.manifest import write_json
@@ -29,11 +30,12 @@ from dspark_exp.tasks.building import (
     open_target,
     precision_of,
 )
-from dspark_exp.tasks.evaluate import Evaluation, draft_lengths, evaluate
+from dspark_exp.tasks.calibrate import calibrate, calibration_options, store_calibration
+from dspark_exp.tasks.evaluate import Evaluation, draft_rounds, evaluate
 from dspark_exp.tasks.prepare_data import PreparedData, compute_of, prepare_data
 from dspark_exp.tasks.provenance import provenance
 from dspark_exp.tracking import JobTracker
-from dspark_exp.training import DataWait, DrafterData, DrafterModule, Optimization
+from dspark_exp.training import DataWait, DraftDiagnostics, DrafterData, DrafterModule, Optimization
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +70,8 @@ def train_eval(job: Job) -> dict[str, Any]:
     target = open_target(config)
     drafter = build_drafter(config, target)
     benchmarks = load_benchmarks(config)
-    build_policy(config).check(drafter.block_size, getattr(drafter, "confidence_head", None) is not None)  # type: ignore[arg-type]
+    calibration_options(config)
+    build_policy(config, target).check(drafter.block_size, getattr(drafter, "confidence_head", None) is not None)  # type: ignore[arg-type]
     module = _module(config, target, drafter)
     job.folder.mkdir(parents=True, exist_ok=True)
     (job.folder / "config.json").write_text(json.dumps(job.plain, indent=1))
@@ -77,13 +80,23 @@ def train_eval(job: Job) -> dict[str, Any]:
     prepared_s = time.perf_counter() - started
     with _tracker(job) as tracker:
         training = _train(job, target, module, data, tracker) if data is not None else _as_given(module)
-        evaluation = evaluate(config, target, drafter, benchmarks)
+        calibration = _calibrated(job, target, drafter, training)
+        evaluation = evaluate(config, target, drafter, benchmarks, calibration)
         results = _results(job, target, data, training, evaluation, _prompt_hashes(benchmarks))
+        results["calibration"] = None if calibration is None else calibration.as_dict()
         results["seconds"] = {**training["seconds"], "prepare": prepared_s, "total": time.perf_counter() - started}
         (job.folder / "rounds.json").write_text(json.dumps(evaluation.rounds))
         write_json(job.results_path, results)
         tracker.log_results(_final_metrics(results), [job.results_path, job.folder / "config.json"])
     return results
+
+
+def _calibrated(job: Job, target: Target, drafter: Any, training: dict[str, Any]) -> Calibration | None:
+    """Fit temperatures and keep them beside the weights they belong to."""
+    calibration = calibrate(job.config, target, drafter)
+    if calibration is not None and training["checkpoint"] is not None:
+        store_calibration(job.folder / "checkpoints" / training["checkpoint"], calibration)
+    return calibration
 
 
 def show(results: dict[str, Any]) -> None:
@@ -111,7 +124,15 @@ def _final_metrics(results: dict[str, Any]) -> dict[str, float]:
         for k, value in enumerate(row.conditional):
             if value is not None:
                 metrics[f"acceptance_{domain}/pos_{k + 1}"] = value
+    for name, key in (("raw", "confidence"), ("calibrated", "confidence_calibrated")):
+        for k, value in enumerate(_mean_by_position([row[key]["ece"] for row in results["rows"] if key in row])):
+            metrics[f"ece/pos_{k + 1}_{name}"] = value
     return metrics
+
+
+def _mean_by_position(rows: list[list[float | None]]) -> list[float]:
+    known = [[value for value in column if value is not None] for column in zip(*rows, strict=True)]
+    return [sum(column) / len(column) for column in known if column]
 
 
 def _module(config: ExperimentConfig, target: Target, drafter: Any) -> DrafterModule:
@@ -132,7 +153,7 @@ def _module(config: ExperimentConfig, target: Target, drafter: Any) -> DrafterMo
         drafter,
         optimization=optimization,
         compute_features=compute_of(config, target),
-        draft_loop=lambda network, prompts: draft_lengths(config, target, network, prompts),
+        draft_loop=lambda network, prompts: draft_rounds(config, target, network, prompts),
     )
     return module
 
@@ -166,7 +187,7 @@ def _train(
         num_sanity_val_steps=0,
         log_every_n_steps=wanted.log_every_steps,
         logger=tracker.logger,
-        callbacks=[best, newest, wait, RichProgressBar()],
+        callbacks=[best, newest, wait, DraftDiagnostics(module.drafter.block_size), RichProgressBar()],
         use_distributed_sampler=False,
         enable_model_summary=False,
         default_root_dir=job.folder,

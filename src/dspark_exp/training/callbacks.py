@@ -1,6 +1,6 @@
-"""Callbacks of drafter training: how long steps wait for their data.
+"""Callbacks of drafter training: how long steps wait for data, and what validation's rounds look like by position.
 
-In: Lightning's hooks. Out: a logged metric and a share of the run's time. Knows nothing about drafters.
+In: Lightning's hooks. Out: logged metrics. Knows nothing about drafters.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ import time
 from typing import Any
 
 import lightning as L
+import torch
+
+from dspark_exp.metrics import AcceptanceByPosition, SurvivalCalibration
 
 
 class DataWait(L.Callback):
@@ -36,3 +39,45 @@ class DataWait(L.Callback):
 
     def on_validation_start(self, *_: Any) -> None:
         self._ended = None
+
+
+class DraftDiagnostics(L.Callback):
+    """By draft position, on the rounds of validation: conditional acceptance, and ECE, AUROC and Brier of survivals.
+
+    Logged as ``val/acceptance_pos_k``, ``val/ece_pos_k``, ``val/auroc_pos_k`` and ``val/brier_pos_k``.
+
+    Args:
+        block_size: gamma.
+        min_rounds: positions that fewer rounds verified are not logged.
+    """
+
+    def __init__(self, block_size: int, min_rounds: int = 30) -> None:
+        self._acceptance, self._survival = AcceptanceByPosition(block_size), SurvivalCalibration(block_size)
+        self._min_rounds, self._has_confidence = min_rounds, False
+
+    def on_validation_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
+        rounds = [r for r in outputs["rounds"] if r.drafted]
+        if not rounds:
+            return
+        accepted, verified = (torch.tensor([getattr(r, name) for r in rounds]) for name in ("accepted", "verified"))
+        self._acceptance.update(accepted, verified)
+        self._has_confidence = bool(rounds[0].confidence)
+        if self._has_confidence:
+            self._survival.update(torch.tensor([r.confidence for r in rounds]), accepted, verified)
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        acceptance = self._acceptance.compute()
+        columns = {"acceptance": acceptance["conditional"].tolist()}
+        if self._has_confidence:
+            columns |= {name: self._survival.compute()[name] for name in ("ece", "auroc", "brier")}
+        counts = acceptance["counts"].tolist()
+        pl_module.log_dict(
+            {
+                f"val/{name}_pos_{k + 1}": value
+                for name, values in columns.items()
+                for k, value in enumerate(values)
+                if counts[k] >= self._min_rounds and value == value  # noqa: PLR0124 (not NaN)
+            }
+        )
+        self._acceptance.reset()
+        self._survival.reset()

@@ -24,7 +24,7 @@ from dspark_exp.training.data_module import as_features
 
 log = logging.getLogger(__name__)
 ComputeFeatures = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-DraftLoop = Callable[[nn.Module, Sequence[list[int]]], list[list[int]]]
+DraftLoop = Callable[[nn.Module, Sequence[list[int]]], Sequence[Sequence[Any]]]
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class DrafterModule(L.LightningModule):
         seed: with the step, decides the anchors.
         num_anchors: blocks a sequence (drafters that train every position ignore it).
         compute_features: computes target features of a batch that carries none (features=online).
-        draft_loop: runs the real decoding loop; returns emitted tokens of every round, by prompt.
+        draft_loop: runs the real decoding loop; returns the rounds of every prompt.
     """
 
     drafter: Any
@@ -134,15 +134,17 @@ class DrafterModule(L.LightningModule):
         assert isinstance(summed, Tensor)
         return summed
 
-    def validation_step(self, batch: Sequence[tuple[list[int], str]], _: int) -> None:
+    def validation_step(self, batch: Sequence[tuple[list[int], str]], _: int) -> dict[str, list[Any]]:
+        """Draft for every prompt; returns all rounds, for callbacks that look closer."""
         assert self._draft_loop is not None
-        emitted = self._draft_loop(self.drafter, [ids for ids, _ in batch])
-        for (_ids, domain), lengths in zip(batch, emitted, strict=True):
-            rounds = torch.tensor(lengths, device=self.device)
-            self.val_tau.update(rounds)
+        rounds = self._draft_loop(self.drafter, [ids for ids, _ in batch])
+        for (_ids, domain), of_prompt in zip(batch, rounds, strict=True):
+            emitted = torch.tensor([r.emitted for r in of_prompt], device=self.device)
+            self.val_tau.update(emitted)
             if domain not in self.val_tau_by_domain:
                 self.val_tau_by_domain[domain] = AcceptedLength().to(self.device)
-            self.val_tau_by_domain[domain].update(rounds)
+            self.val_tau_by_domain[domain].update(emitted)
+        return {"rounds": [r for of_prompt in rounds for r in of_prompt]}
 
     def on_validation_epoch_end(self) -> None:
         point = {"step": float(self.global_step), "tau": float(self.val_tau.compute())}

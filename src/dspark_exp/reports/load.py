@@ -1,0 +1,345 @@
+"""Reports on load: the Pareto frontier, verification that follows the load, stale confidences, early exit.
+
+In: rows of load tests. Out: results.json, figures, CSV and text in one folder. Knows nothing about engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from dspark_exp.reports.confidence import write_files
+from dspark_exp.reports.figures import save_figure
+from dspark_exp.reports.markdown import table
+
+COLORS = {
+    "plain": "#999999",
+    "mtp1": "#E69F00",
+    "fixed": "#0072B2",
+    "threshold": "#CC79A7",
+    "prefix_scheduler": "#009E73",
+    "async_scheduler": "#D55E00",
+}
+MARKERS = {"plain": "o", "mtp1": "s", "fixed": "^", "threshold": "v", "prefix_scheduler": "P", "async_scheduler": "D"}
+_ALLOWED_LOSS = 0.03
+
+
+def write_pareto(folder: Path, results: dict[str, Any]) -> Path:
+    """``reports/pareto/<target>/``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _pareto_figure(results, folder / "pareto.png")
+    return write_files(folder, results, _pareto_text(results), results["rows"])
+
+
+def _by_arm(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(row["arm"], []).append(row)
+    return found
+
+
+def _pareto_figure(results: dict[str, Any], path: Path) -> None:
+    figure, axis = plt.subplots(figsize=(7.5, 5))
+    for arm, rows in _by_arm(results["rows"]).items():
+        x = [row["tokens_per_s_per_user"] for row in rows]
+        y = [row["throughput"] for row in rows]
+        spread = [
+            [row["throughput"] - row["throughput_low"] for row in rows],
+            [row["throughput_high"] - row["throughput"] for row in rows],
+        ]
+        axis.errorbar(
+            x,
+            y,
+            yerr=spread,
+            color=_color(arm),
+            marker=MARKERS.get(arm, "x"),
+            ms=5,
+            lw=1.4,
+            elinewidth=0.8,
+            label=arm.replace("_", " "),
+        )
+        if arm == "async_scheduler":
+            for row in rows:
+                axis.annotate(
+                    str(row["concurrency"]),
+                    (row["tokens_per_s_per_user"], row["throughput"]),
+                    xytext=(5, 5),
+                    textcoords="offset points",
+                    fontsize=8,
+                )
+    axis.set_xlabel("tokens per second of one user (median)")
+    axis.set_ylabel("tokens per second, all users")
+    axis.set_xlim(0)
+    axis.set_ylim(0)
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, fontsize=9)
+    axis.set_title(
+        f"Throughput and interactivity, {results['drafter']} on {results['target']} (numbers: users)", fontsize=11
+    )
+    save_figure(figure, path)
+
+
+def frontier_verdicts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """At each concurrency: the asynchronous scheduler against the better of plain and fixed, and against the best arm.
+
+    ``on_frontier``: no arm is faster for all users together and for each user by more than the measured spread of its
+    own runs and the scheduler's.
+    """
+    found = []
+    for concurrency in sorted({row["concurrency"] for row in rows}):
+        here = {row["arm"]: row for row in rows if row["concurrency"] == concurrency}
+        ours = here["async_scheduler"]
+        simple = max(here[name]["throughput"] for name in ("plain", "fixed") if name in here)
+        noise = {
+            name: (row["throughput_high"] - row["throughput_low"]) / row["throughput"] for name, row in here.items()
+        }
+        better = [
+            name
+            for name, row in here.items()
+            if row["throughput"] > ours["throughput"] * (1 + max(noise[name], noise["async_scheduler"]))
+            and row["tokens_per_s_per_user"] > ours["tokens_per_s_per_user"]
+        ]
+        found.append(
+            {
+                "concurrency": concurrency,
+                "against_simple": ours["throughput"] / simple - 1,
+                "noise": noise["async_scheduler"],
+                "better": better,
+                "on_frontier": not better,
+            }
+        )
+    return found
+
+
+def _pareto_text(results: dict[str, Any]) -> str:
+    rows = results["rows"]
+    arms = list(_by_arm(rows))
+    verdicts = frontier_verdicts(rows) if "async_scheduler" in arms else []
+    lost = [v["concurrency"] for v in verdicts if v["against_simple"] < -_ALLOWED_LOSS]
+    off = [v["concurrency"] for v in verdicts if not v["on_frontier"]]
+    parts = [
+        f"# Throughput against speed of each user, {results['drafter']} on {results['target']}",
+        "Closed loop on the real engine: so many users, each sends its next request when the last has ended. Medians "
+        "of repeated runs, arms in turn; brackets: lowest and highest run.",
+        "![Pareto](pareto.png)",
+        "## Tokens per second, all users",
+        _grid(rows, lambda row: f"{row['throughput']:.0f} [{row['throughput_low']:.0f}, {row['throughput_high']:.0f}]"),
+        "## Tokens per second of one user (median)",
+        _grid(rows, lambda row: f"{row['tokens_per_s_per_user']:.0f}"),
+        "## Verified draft tokens a request and round",
+        _grid(rows, lambda row: f"{row['verified_per_round']:.1f}"),
+    ]
+    if verdicts:
+        parts += [
+            "## The asynchronous scheduler",
+            table(
+                [
+                    "users",
+                    "against the better of plain and fixed",
+                    "spread of its runs",
+                    "on the frontier",
+                    "better arms",
+                ],
+                [
+                    [
+                        str(v["concurrency"]),
+                        f"{100 * v['against_simple']:+.1f} %",
+                        f"{100 * v['noise']:.1f} %",
+                        "yes" if v["on_frontier"] else "NO",
+                        ", ".join(v["better"]) or "-",
+                    ]
+                    for v in verdicts
+                ],
+            ),
+            _verdict("It is on the frontier at every concurrency, within the spread.", "It is off the frontier at", off)
+            + " "
+            + _verdict(
+                "It is never more than 3 % below the better of plain and fixed.", "It is more than 3 % below at", lost
+            ),
+        ]
+    simulated = [row for row in rows if row.get("simulated")]
+    if simulated:
+        worst = max(simulated, key=lambda row: abs(row["simulated"] / row["throughput"] - 1))
+        error = worst["simulated"] / worst["throughput"] - 1
+        within = [abs(r["simulated"] / r["throughput"] - 1) <= 0.1 for r in simulated]
+        parts += [
+            "## The simulator against the engine",
+            _grid(simulated, lambda row: f"{100 * (row['simulated'] / row['throughput'] - 1):+.0f} %"),
+            f"Simulated over measured throughput. {sum(within)} of {len(within)} points lie within 10 %; the worst is "
+            f"{100 * error:+.0f} % ({worst['arm']}, {worst['concurrency']} users)."
+            + ("" if all(within) else " Figures of the simulator count only where it is within 10 %."),
+        ]
+    parts.append(f"Checkpoint: {results['checkpoint']}.")
+    return "\n\n".join(parts) + "\n"
+
+
+def _grid(rows: Sequence[dict[str, Any]], cell: Any) -> str:
+    users = sorted({row["concurrency"] for row in rows})
+    lines = []
+    for arm, of_arm in _by_arm(rows).items():
+        known = {row["concurrency"]: row for row in of_arm}
+        lines.append([arm, *(cell(known[u]) if u in known else "-" for u in users)])
+    return table(["users", *map(str, users)], lines)
+
+
+def _verdict(good: str, bad: str, places: Sequence[int]) -> str:
+    return good if not places else f"{bad} {', '.join(map(str, places))} users."
+
+
+def write_load_adaptive(folder: Path, results: dict[str, Any]) -> Path:
+    """``reports/load_adaptive/<target>/``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    figure, axes = plt.subplots(1, 2, figsize=(10.5, 4))
+    for arm, rows in _by_arm(results["rows"]).items():
+        users = [row["concurrency"] for row in rows]
+        for axis, key in zip(axes, ("throughput", "verified_per_round"), strict=True):
+            axis.plot(
+                users,
+                [row[key] for row in rows],
+                color=_color(arm),
+                marker=MARKERS.get(arm, "x"),
+                ms=5,
+                lw=1.4,
+                label=arm.replace("_", " "),
+            )
+    for axis, label in zip(
+        axes, ("tokens per second, all users", "verified draft tokens a request and round"), strict=True
+    ):
+        axis.set_xscale("log", base=2)
+        axis.set_xlabel("users")
+        axis.set_ylabel(label)
+        axis.set_ylim(0)
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].legend(frameon=False, fontsize=9)
+    figure.suptitle(f"Verification that follows the load, {results['drafter']} on {results['target']}", fontsize=11)
+    save_figure(figure, folder / "load_adaptive.png", wspace=0.25)
+    ours = [row for row in results["rows"] if row["arm"] == "async_scheduler"]
+    parts = [
+        f"# Verification that follows the load, {results['drafter']} on {results['target']}",
+        "![Load](load_adaptive.png)",
+        f"The asynchronous scheduler verifies {ours[0]['verified_per_round']:.1f} draft tokens a request with "
+        f"{ours[0]['concurrency']} users and {ours[-1]['verified_per_round']:.1f} with {ours[-1]['concurrency']}; it "
+        f"drafts in {100 * ours[0]['drafted_share']:.0f} % and {100 * ours[-1]['drafted_share']:.0f} % of rounds. "
+        "(The paper: 4 to 6 tokens at moderate load, fewer as load rises.)",
+        "## Tokens per second, all users",
+        _grid(results["rows"], lambda row: f"{row['throughput']:.0f}"),
+        "## Verified draft tokens a request and round",
+        _grid(results["rows"], lambda row: f"{row['verified_per_round']:.2f}"),
+        f"Checkpoint: {results['checkpoint']}.",
+    ]
+    return write_files(folder, results, "\n\n".join(parts) + "\n", results["rows"])
+
+
+def write_early_exit(folder: Path, results: dict[str, Any]) -> Path:
+    """``reports/early_exit/<target>/``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = results["rows"]
+    users = max(row["concurrency"] for row in rows)
+    here = {row["arm"]: row for row in rows if row["concurrency"] == users}
+    lines = []
+    for name, row in here.items():
+        base = here.get(name.split(",")[0])
+        gain = "-" if base is None or base is row else f"{100 * (row['throughput'] / base['throughput'] - 1):+.1f} %"
+        lines.append(
+            [
+                name,
+                f"{row['throughput']:.0f} [{row['throughput_low']:.0f}, {row['throughput_high']:.0f}]",
+                gain,
+                f"{100 * row['drafted_share']:.0f} %",
+            ]
+        )
+    names = list(here)
+    figure, axis = plt.subplots(figsize=(8, 0.4 * len(names) + 1.2))
+    axis.barh(
+        names[::-1],
+        [here[n]["throughput"] for n in names[::-1]],
+        color=[_color(n.split(",")[0]) for n in names[::-1]],
+        height=0.6,
+    )
+    axis.set_xlabel(f"tokens per second, {users} users")
+    axis.spines[["top", "right"]].set_visible(False)
+    save_figure(figure, folder / "early_exit.png")
+    gains = [
+        (row["throughput"] / here[name.split(",")[0]]["throughput"] - 1, name)
+        for name, row in here.items()
+        if "," in name
+    ]
+    best, which = max(gains)
+    parts = [
+        f"# Difficulty-aware drafting, {results['drafter']} on {results['target']}",
+        "A request whose last 4 drafts had fewer accepted tokens than the limit on average is not drafted for in 8 "
+        "rounds, then tried again. Decided from older rounds alone: the output stays exact.",
+        "![Early exit](early_exit.png)",
+        table(
+            [
+                "arm",
+                f"tokens per second, {users} users",
+                "against the same without exit",
+                "drafted requests and rounds",
+            ],
+            lines,
+        ),
+        f"Best change at {users} users: {100 * best:+.1f} % ({which}).",
+        "## All loads, tokens per second",
+        _grid(rows, lambda row: f"{row['throughput']:.0f}"),
+        f"Checkpoint: {results['checkpoint']}.",
+    ]
+    return write_files(folder, results, "\n\n".join(parts) + "\n", rows)
+
+
+def write_staleness(folder: Path, results: dict[str, Any]) -> Path:
+    """``reports/staleness/<target>/``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = results["rows"]
+    groups: dict[tuple[str, float], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["load"], row["rate"]), []).append(row)
+    figure, axis = plt.subplots(figsize=(7, 4))
+    lines = []
+    for index, ((load, rate), of_load) in enumerate(groups.items()):
+        first = of_load[0]["busy_throughput"]
+        lost = [100 * (1 - row["busy_throughput"] / first) for row in of_load]
+        style = "-" if load == "steady" else "--"
+        axis.plot(
+            [r["staleness"] for r in of_load],
+            lost,
+            style,
+            marker="o",
+            ms=4,
+            color=list(COLORS.values())[index + 1],
+            label=f"{load}, {rate:.0%} of capacity",
+        )
+        lines.append([f"{load}, {rate:.0%}", *(f"{value:+.2f} %" for value in lost)])
+    axis.axhline(0, color="#333333", lw=0.8)
+    axis.set_xlabel("age of the confidences, rounds")
+    axis.set_ylabel("throughput lost against age 1, %")
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, fontsize=9)
+    save_figure(figure, folder / "staleness.png")
+    ages = [row["staleness"] for row in next(iter(groups.values()))]
+    worst = max(
+        1 - row["busy_throughput"] / of_load[0]["busy_throughput"] for of_load in groups.values() for row in of_load
+    )
+    parts = [
+        f"# What stale confidences cost, {results['drafter']} on {results['target']}",
+        "Simulated on this machine's capacity curve with recorded outcomes; tokens per second of working time. Age 0 "
+        "(this round's own confidences) is left out: an unconstrained search over them is not exact.",
+        "![Staleness](staleness.png)",
+        table(["load", *(f"age {age}" for age in ages)], lines),
+        f"The most that age costs here: {100 * worst:.2f} %. The paper uses age 2 and measures no other.",
+        f"Checkpoint: {results['checkpoint']}.",
+    ]
+    return write_files(folder, results, "\n\n".join(parts) + "\n", rows)
+
+
+def _color(arm: str) -> str:
+    return COLORS.get(arm, "#333333")

@@ -1,0 +1,244 @@
+"""The serving engine: requests come and go at any time, rounds run over all that are in flight.
+
+In: requests from any thread. Out: tokens through callbacks from the thread that steps. One engine owns one target, one
+drafter and their key/value rows. A request that fails, is cancelled or has a failing callback takes no other with it.
+Knows nothing about HTTP or tokenizers.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from dspark_exp.decoding import DecodingBatch, Generation, Request, Round
+from dspark_exp.errors import DataError, DsparkError
+
+log = logging.getLogger(__name__)
+OnTokens = Callable[[list[int]], None]
+
+
+class QueueFull(DsparkError):
+    """No room to wait; try again later."""
+
+
+@dataclass
+class Ticket:
+    """A request on its way. Times are seconds of ``time.perf_counter``; 0 = not yet.
+
+    Attributes:
+        status: waiting, running, finished, cancelled or failed.
+        error: why it failed.
+    """
+
+    number: int
+    request: Request
+    on_tokens: OnTokens | None
+    submitted_at: float
+    status: str = "waiting"
+    error: str = ""
+    first_token_at: float = 0.0
+    finished_at: float = 0.0
+    generation: Generation = field(default_factory=Generation)
+    ended: threading.Event = field(default_factory=threading.Event)
+    reported: int = 0  # tokens given to the callback
+
+    @property
+    def rounds(self) -> list[Round]:
+        return self.generation.rounds
+
+    @property
+    def time_to_first_token_s(self) -> float:
+        return self.first_token_at - self.submitted_at
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens after the first, over the time since the first: what a user sees stream."""
+        return (len(self.generation.token_ids) - 1) / max(self.finished_at - self.first_token_at, 1e-9)
+
+
+class Engine:
+    """Continuous batching over a ``DecodingBatch``.
+
+    Args:
+        batch: rows, caches, drafter, policy.
+        max_queue: requests that may wait for a row.
+        max_prefill_tokens: prompt tokens that enter between two rounds at most (one prompt always may), so that a long
+            queue does not stall those in flight.
+    """
+
+    def __init__(self, batch: DecodingBatch, max_queue: int = 1024, max_prefill_tokens: int = 2048) -> None:
+        self._batch, self._max_queue, self._max_prefill = batch, max_queue, max_prefill_tokens
+        self._lock = threading.Lock()
+        self._arrived = threading.Condition(self._lock)
+        self._waiting: deque[Ticket] = deque()
+        self._running: dict[int, Ticket] = {}
+        self._cancelled: set[int] = set()
+        self._next_number = 0
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self.counts = dict.fromkeys(("submitted", "finished", "cancelled", "failed", "rejected", "tokens", "rounds"), 0)
+
+    # any thread
+
+    def submit(self, request: Request, on_tokens: OnTokens | None = None) -> Ticket:
+        """Queue a request; ``on_tokens`` is called with new tokens from the engine's thread.
+
+        Raises:
+            DataError: an empty prompt, no new tokens, or more positions than a row of the cache has.
+            QueueFull: too many wait already.
+        """
+        self._check(request)
+        with self._lock:
+            if len(self._waiting) >= self._max_queue:
+                self.counts["rejected"] += 1
+                raise QueueFull(f"{self._max_queue} requests wait already; try again later (serving.max_queue).")
+            ticket = Ticket(self._next_number, request, on_tokens, time.perf_counter())
+            self._next_number += 1
+            self.counts["submitted"] += 1
+            self._waiting.append(ticket)
+            self._arrived.notify()
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Free what the request holds, at the next round at the latest; what ended already stays ended."""
+        with self._lock:
+            if not ticket.ended.is_set():
+                self._cancelled.add(ticket.number)
+                self._arrived.notify()
+
+    def start(self) -> None:
+        """Step in a thread of the engine's own until ``stop``."""
+        self._thread = threading.Thread(target=self._run, name="dspark-engine", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; requests that have not ended are cancelled."""
+        with self._lock:
+            self._stopping = True
+            self._arrived.notify()
+        if self._thread is not None:
+            self._thread.join()
+        self._fail_all("cancelled", "the engine stopped")
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    # the stepping thread
+
+    def step(self) -> bool:
+        """Let requests enter, run one round, hand out its tokens. False = there was nothing to do."""
+        self._drop_cancelled()
+        try:
+            self._enter()
+            if not self._running:
+                return False
+            self._batch.round()
+        except Exception as error:  # a failing model must end the requests it held, not the engine
+            log.exception("A round failed")
+            self._fail_all("failed", f"{type(error).__name__}: {error}")
+            return True
+        self.counts["rounds"] += 1
+        self._report()
+        return True
+
+    def _check(self, request: Request) -> None:
+        if not request.prompt_ids:
+            raise DataError("The prompt is empty: it must hold at least one token.")
+        if request.max_new_tokens < 1:
+            raise DataError(f"max_new_tokens={request.max_new_tokens}: expected at least 1.")
+        needed, available = self._batch.needs(request), self._batch.max_length
+        if needed > available:
+            raise DataError(
+                f"The request needs {needed} positions (prompt {len(request.prompt_ids)}, new tokens "
+                f"{request.max_new_tokens}, one block); a row of the cache has {available} (serving.max_length)."
+            )
+
+    def _enter(self) -> None:
+        entering: list[Ticket] = []
+        with self._lock:
+            tokens = 0
+            while self._waiting and len(entering) < self._batch.num_free:
+                tokens += len(self._waiting[0].request.prompt_ids)
+                if entering and tokens > self._max_prefill:
+                    break
+                entering.append(self._waiting.popleft())
+        if not entering:
+            return
+        for ticket in entering:
+            ticket.status = "running"
+            self._running[ticket.number] = ticket
+        self._batch.enter([(t.number, t.request) for t in entering])
+        for progress in self._batch.active.values():
+            self._running[progress.index].generation = progress.generation
+        self._report()
+
+    def _report(self) -> None:
+        """Give new tokens to their callbacks and let what has ended leave."""
+        now, leaving = time.perf_counter(), []
+        for row, progress in list(self._batch.active.items()):
+            ticket = self._running[progress.index]
+            tokens = progress.generation.token_ids[ticket.reported :]
+            ticket.reported += len(tokens)
+            self.counts["tokens"] += len(tokens)
+            ticket.first_token_at = ticket.first_token_at or now
+            failed = not self._tell(ticket, tokens)
+            if progress.done or failed:
+                leaving.append(row)
+                self._end(ticket, "failed" if failed else "finished", ticket.error)
+        self._batch.leave(leaving, close_gaps=True)
+
+    def _tell(self, ticket: Ticket, tokens: list[int]) -> bool:
+        if ticket.on_tokens is None or not tokens:
+            return True
+        try:
+            ticket.on_tokens(tokens)
+        except Exception as error:  # the callback is the caller's; its fault ends its own request alone
+            ticket.error = f"callback: {type(error).__name__}: {error}"
+            return False
+        return True
+
+    def _end(self, ticket: Ticket, status: str, error: str = "") -> None:
+        with self._lock:
+            self._running.pop(ticket.number, None)
+            self._cancelled.discard(ticket.number)
+            self.counts[status] += 1
+            ticket.status, ticket.error, ticket.finished_at = status, error, time.perf_counter()
+        ticket.ended.set()
+
+    def _drop_cancelled(self) -> None:
+        with self._lock:
+            wanted = set(self._cancelled)
+            gone = [t for t in self._waiting if t.number in wanted]
+            self._waiting = deque(t for t in self._waiting if t.number not in wanted) if gone else self._waiting
+        rows = [row for row, progress in self._batch.active.items() if progress.index in wanted]
+        gone += [self._running[self._batch.active[row].index] for row in rows]
+        self._batch.leave(rows, close_gaps=True)
+        for ticket in gone:
+            self._end(ticket, "cancelled")
+
+    def _fail_all(self, status: str, error: str) -> None:
+        with self._lock:
+            tickets = [*self._running.values(), *(self._waiting if status == "cancelled" else ())]
+            if status == "cancelled":
+                self._waiting.clear()
+        self._batch.leave(list(self._batch.active), close_gaps=False)
+        for ticket in tickets:
+            self._end(ticket, status, error)
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                while not (self._stopping or self._waiting or self._running):
+                    self._arrived.wait()
+                if self._stopping:
+                    return
+            self.step()

@@ -1,0 +1,233 @@
+"""Recipes about load: the engine under more and more users, by verification policy.
+
+``pareto``: throughput against speed of each user. ``load_adaptive``: verified tokens against load. ``staleness``: what
+old confidences cost. ``early_exit``: whether pausing hopeless drafts pays. All on the real engine; staleness on the
+simulator, which ``pareto`` compares with the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dspark_exp.data.benchmarks import Prompt
+from dspark_exp.decoding import DecodingBatch, EarlyExit, Full, Request, Threshold, VerificationPolicy
+from dspark_exp.errors import ConfigError
+from dspark_exp.reports.load import write_early_exit, write_load_adaptive, write_pareto, write_staleness
+from dspark_exp.scheduling import AsyncScheduler, CapacityCurve, PrefixScheduler
+from dspark_exp.serving import Arrivals, Engine, LoadResult, SimulatedRequest, drive, simulate
+from dspark_exp.targets import Target
+from dspark_exp.tasks.building import build_sampling, cache_maker, load_benchmarks, open_target
+from dspark_exp.tasks.evaluate import requests_of
+from dspark_exp.tasks.profile_capacity import measured_capacity
+from dspark_exp.tasks.provenance import provenance
+from dspark_exp.tasks.recording import SIMULATED_PER_BENCHMARK, recorded_outcomes
+from dspark_exp.tasks.train_eval import Job
+from dspark_exp.tasks.trained import Trained, trained_drafter, with_drafter
+
+log = logging.getLogger(__name__)
+ARMS = ("plain", "mtp1", "fixed", "threshold", "prefix_scheduler", "async_scheduler")
+STALENESS = (1, 2, 3, 4, 6, 8)
+_EXITS = (0.25, 0.5, 1.0)  # accepted draft tokens a round below which a request pauses
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way of serving. No policy = plain decoding without a drafter."""
+
+    name: str
+    trained: Trained | None
+    make_policy: Callable[[], VerificationPolicy] | None
+    early_exit: EarlyExit | None = None
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all load tests of one experiment share."""
+
+    job: Job
+    target: Target
+    trained: Trained
+    curve: CapacityCurve
+    prompts: dict[str, list[Prompt]]
+
+    @staticmethod
+    def of(job: Job) -> Bench:
+        target = open_target(job.config)
+        trained = trained_drafter(job, target)
+        few = {name: prompts[:SIMULATED_PER_BENCHMARK] for name, prompts in load_benchmarks(job.config).items()}
+        return Bench(job, target, trained, measured_capacity(job, target).curve(), few)
+
+    def arm(self, name: str) -> Arm:
+        """An arm by name.
+
+        Raises:
+            ConfigError: unknown, or a policy that the drafter cannot serve.
+        """
+        policies: dict[str, Callable[[], VerificationPolicy]] = {
+            "fixed": Full,
+            "threshold": lambda: Threshold(self.job.config.load.threshold),
+            "prefix_scheduler": lambda: PrefixScheduler(self.curve),
+            "async_scheduler": lambda: AsyncScheduler(self.curve),
+        }
+        if name == "plain":
+            return Arm(name, None, None)
+        if name == "mtp1":
+            return Arm(name, trained_drafter(with_drafter(self.job, "mtp1"), self.target), Full)
+        if name not in policies:
+            raise ConfigError(f"load.arms holds {name!r}; choose from {', '.join(ARMS)}.")
+        drafter = self.trained.drafter
+        policies[name]().check(drafter.block_size, getattr(drafter, "confidence_head", None) is not None)
+        return Arm(name, self.trained, policies[name])
+
+    def requests(self, concurrency: int) -> list[Request]:
+        """The same prompts for every arm, benchmarks in turn, each time with another seed."""
+        wanted = self.job.config.load
+        count = max(wanted.min_requests, wanted.requests_per_user * concurrency)
+        by_name = [requests_of(self.job.config, self.target, prompts) for prompts in self.prompts.values()]
+        mixed = [r for group in zip(*by_name, strict=False) for r in group]
+        return [
+            Request(r.prompt_ids, r.max_new_tokens, r.seed + 1009 * (i // len(mixed)))
+            for i, r in ((i, mixed[i % len(mixed)]) for i in range(count))
+        ]
+
+    def serve(self, arm: Arm, concurrency: int, requests: Sequence[Request]) -> LoadResult:
+        """A load test on a fresh engine; its first passes are warmed up on two requests."""
+        drafter = arm.trained.drafter if arm.trained is not None else None
+        calibration = arm.trained.calibration if arm.trained is not None else None
+        block = drafter.block_size if drafter is not None else 0
+        batch = DecodingBatch(
+            self.target,
+            drafter,
+            cache_maker(self.target, drafter),
+            build_sampling(self.job.config.evaluation.sampling),
+            arm.make_policy() if arm.make_policy is not None else Full(),
+            concurrency,
+            max(len(r.prompt_ids) + r.max_new_tokens for r in requests) + block + 1,
+            calibration.apply if calibration is not None else None,
+            arm.early_exit,
+        )
+        engine = Engine(batch)
+        drive(engine, [Request(r.prompt_ids, 4, r.seed) for r in requests[:2]], concurrency=2)
+        return drive(engine, requests, concurrency=concurrency)
+
+    def simulated(
+        self, arm: Arm, concurrency: int, answers: list[SimulatedRequest], policy: VerificationPolicy | None = None
+    ) -> float:
+        """Throughput of the same load in the simulator."""
+        calibration = arm.trained.calibration if arm.trained is not None else None
+        count = len(self.requests(concurrency))
+        result = simulate(
+            [answers[i % len(answers)] for i in range(count)],
+            self.curve,
+            policy or (arm.make_policy() if arm.make_policy is not None else None),
+            num_rows=concurrency,
+            concurrency=concurrency,
+            calibrate=calibration.apply if calibration is not None else None,
+            early_exit=arm.early_exit,
+        )
+        return result.throughput
+
+    def answers(self) -> list[SimulatedRequest]:
+        """Recorded outcomes, benchmarks in turn as in ``requests``."""
+        found = recorded_outcomes(self.job.config, self.target, self.trained.drafter, self.prompts)
+        return [r for group in zip(*found.values(), strict=False) for r in group]
+
+    def measure(self, arms: Sequence[Arm]) -> list[dict[str, Any]]:
+        """Every arm at every concurrency, repeated in turn; medians and ranges."""
+        rows = []
+        for concurrency in self.job.config.load.concurrency:
+            requests = self.requests(concurrency)
+            summaries: dict[str, list[dict[str, Any]]] = {arm.name: [] for arm in arms}
+            for _ in range(self.job.config.load.repeats):
+                for arm in arms:
+                    summaries[arm.name].append(self.serve(arm, concurrency, requests).summary())
+            rows += [{"arm": name, "concurrency": concurrency, **_median(runs)} for name, runs in summaries.items()]
+            shown = ", ".join(f"{name} {_median(runs)['throughput']:.0f}" for name, runs in summaries.items())
+            log.info("%d users, tokens/s: %s", concurrency, shown)
+        return rows
+
+    def header(self) -> dict[str, Any]:
+        config = self.job.config
+        return {
+            "experiment": config.experiment,
+            "target": config.target.name,
+            "drafter": config.drafter.name,
+            "checkpoint": self.trained.source,
+            "provenance": provenance(config, self.target, {}, {}),
+        }
+
+    @property
+    def folder(self) -> Path:
+        config = self.job.config
+        return Path(config.paths.reports, str(config.experiment), config.target.name)
+
+
+def run_pareto(job: Job) -> Path:
+    """Throughput against tokens per second of each user, all arms, and how close the simulator comes."""
+    bench = Bench.of(job)
+    arms = [bench.arm(name) for name in job.config.load.arms]
+    rows = bench.measure(arms)
+    answers = bench.answers()
+    for row in rows:
+        arm = next(a for a in arms if a.name == row["arm"])
+        row["simulated"] = None if arm.name == "mtp1" else bench.simulated(arm, row["concurrency"], answers)
+    return write_pareto(bench.folder, bench.header() | {"rows": rows})
+
+
+def run_load_adaptive(job: Job) -> Path:
+    """Throughput and verified tokens a request against the number of users."""
+    bench = Bench.of(job)
+    arms = [bench.arm(name) for name in ("plain", "fixed", "prefix_scheduler", "async_scheduler")]
+    return write_load_adaptive(bench.folder, bench.header() | {"rows": bench.measure(arms)})
+
+
+def run_early_exit(job: Job) -> Path:
+    """Whole blocks and the asynchronous scheduler, with requests pausing whose drafts keep failing, and without."""
+    bench = Bench.of(job)
+    base = [bench.arm(name) for name in ("plain", "fixed", "async_scheduler")]
+    arms = base + [
+        Arm(f"{arm.name}, exit below {limit:g}", arm.trained, arm.make_policy, EarlyExit(limit))
+        for arm in base[1:]
+        for limit in _EXITS
+    ]
+    return write_early_exit(bench.folder, bench.header() | {"rows": bench.measure(arms)})
+
+
+def run_staleness(job: Job) -> Path:
+    """Simulated throughput of the asynchronous scheduler by the age of its confidences, steady and bursty load."""
+    bench = Bench.of(job)
+    answers, calibration = bench.answers(), bench.trained.calibration
+    calibrate = calibration.apply if calibration is not None else None
+    rows = []
+    capacity = max(job.config.load.concurrency)
+    arm = bench.arm("async_scheduler")
+    ceiling = bench.simulated(arm, capacity, answers) / statistics.mean(a.num_tokens for a in answers)
+    for load, rate in (("steady", 0.5), ("steady", 0.9), ("bursty", 0.5), ("bursty", 0.9)):
+        kind = "poisson" if load == "steady" else "bursty"
+        count = 40 * capacity
+        arrivals = Arrivals(rate * ceiling, kind, spell_s=count / ceiling / 20).times(count, seed=0)
+        for staleness in STALENESS:
+            result = simulate(
+                [answers[i % len(answers)] for i in range(count)],
+                bench.curve,
+                AsyncScheduler(bench.curve, staleness),
+                num_rows=capacity,
+                arrivals=arrivals.tolist(),
+                calibrate=calibrate,
+            )
+            busy = sum(s.tokens for s in result.served) / max(result.busy_s, 1e-9)
+            rows.append(
+                {"load": load, "rate": rate, "staleness": staleness, "busy_throughput": busy, **result.summary()}
+            )
+    return write_staleness(bench.folder, bench.header() | {"rows": rows})
+
+
+def _median(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    middle = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+    throughput = [run["throughput"] for run in runs]
+    return {**middle, "throughput_low": min(throughput), "throughput_high": max(throughput)}

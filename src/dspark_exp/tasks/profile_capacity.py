@@ -1,0 +1,185 @@
+"""Recipe: measure the capacity curve of a target, seconds of a ragged pass by its tokens, and whole rounds by requests.
+
+Writes a table for the schedulers, a figure, and a report. Nothing is smoothed.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dspark_exp.config import ExperimentConfig
+from dspark_exp.data.manifest import write_json
+from dspark_exp.decoding import DecodingBatch, Request
+from dspark_exp.errors import ConfigError
+from dspark_exp.reports.capacity import write_capacity_report
+from dspark_exp.scheduling import CapacityTable
+from dspark_exp.targets import Target
+from dspark_exp.tasks.building import (
+    build_sampling,
+    cache_maker,
+    capacity_path,
+    identity_of,
+    open_target,
+    read_capacity,
+)
+from dspark_exp.tasks.train_eval import Job
+from dspark_exp.tasks.trained import drafter_for_timing
+
+log = logging.getLogger(__name__)
+_WARM_UP = 2
+
+
+def run_profile_capacity(job: Job) -> Path:
+    """Measure, write ``capacity_path`` and ``reports/capacity/<target>/``; returns the table's path."""
+    config = job.config
+    target = open_target(config)
+    drafter = drafter_for_timing(job, target)
+    table = profile(config, target, drafter)
+    path = capacity_path(config)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, table.as_dict())
+    folder = Path(config.paths.reports, "capacity", config.target.name)
+    write_capacity_report(folder, config.target.name, table.as_dict())
+    log.info("Capacity table: %s. Report: %s", path, folder / "report.md")
+    return path
+
+
+def measured_capacity(job: Job, target: Target) -> CapacityTable:
+    """The table of this target and drafter, measured now where there is none.
+
+    Raises:
+        ConfigError: the table is of another model or device.
+    """
+    if job.config.scheduling.table is None and not capacity_path(job.config).exists():
+        log.info("No capacity table yet: measuring it")
+        run_profile_capacity(job)
+    return read_capacity(job.config, target)
+
+
+@torch.no_grad()
+def profile(config: ExperimentConfig, target: Target, drafter: Any) -> CapacityTable:
+    """The table: every B up to 32, then in steps that grow; every context length; rounds of 1 .. max_requests requests.
+
+    Raises:
+        ConfigError: context lengths that do not increase from at least 1.
+    """
+    wanted = config.profile
+    contexts = list(wanted.context_lengths)
+    if not contexts or contexts[0] < 1 or sorted(set(contexts)) != contexts:
+        raise ConfigError(f"profile.context_lengths={contexts}: expected increasing lengths of at least 1 token.")
+    batches = batch_sizes(wanted.max_tokens)
+    seconds, spread = [], []
+    for context in contexts:
+        rows = [_quantiles(_pass(target, batch, context, wanted.max_requests), wanted.repeats) for batch in batches]
+        seconds.append([median for median, _ in rows])
+        spread.append([half for _, half in rows])
+        log.info(
+            "context %d: %.1f ms at B=1, %.1f ms at B=%d", context, 1e3 * rows[0][0], 1e3 * rows[-1][0], batches[-1]
+        )
+    rounds = _rounds(config, target, drafter)
+    measured = identity_of(target) | {
+        "threads": torch.get_num_threads(),
+        "attention": target.attention,
+        "drafter": config.drafter.name,
+        "block_size": drafter.block_size,
+        "max_requests": wanted.max_requests,
+        "repeats": wanted.repeats,
+    }
+    return CapacityTable(batches, contexts, seconds, spread, rounds, measured)
+
+
+def batch_sizes(largest: int) -> list[int]:
+    """1 .. 32, then steps of an eighth of the size; the largest is always there."""
+    sizes = list(range(1, min(32, largest) + 1))
+    while sizes[-1] < largest:
+        sizes.append(min(largest, sizes[-1] + max(4, sizes[-1] // 8)))
+    return sizes
+
+
+def _pass(target: Target, batch: int, context: int, max_requests: int) -> Callable[[], None]:
+    """One ragged verification pass of ``batch`` tokens over at most ``max_requests`` requests, logits included."""
+    num_rows = min(batch, max_requests)
+    counts = [batch // num_rows + (row < batch % num_rows) for row in range(num_rows)]
+    cache = target.new_cache(num_rows, context + max(counts))
+    tokens = torch.arange(batch, device=target.device) % target.facts.num_usable_tokens
+
+    def work() -> None:
+        plan = cache.causal_pass(list(range(num_rows)), [context] * num_rows, counts)
+        _, final = target.forward_ragged(tokens, plan)
+        target.logits(final).argmax(-1).cpu()
+
+    return work
+
+
+@dataclass(frozen=True)
+class _Everything:
+    """Drafts every round and verifies ``length`` tokens, none among them; ``length`` < 0 does not draft."""
+
+    length: int
+    reads_confidence = True  # as a scheduler does
+
+    def check(self, block_size: int, has_confidence: bool) -> None:
+        """Fits every drafter."""
+
+    def start(self) -> None:
+        """Nothing is remembered."""
+
+    def drafts(self, num_requests: int) -> bool:
+        return self.length >= 0
+
+    def lengths(self, confidence_RG: np.ndarray | None, num_requests: int, block_size: int) -> np.ndarray:
+        return np.full(num_requests, self.length)
+
+
+def _rounds(config: ExperimentConfig, target: Target, drafter: Any) -> dict[str, Any]:
+    """Whole rounds of the engine for 1, 2, 4, .. requests and every verification length."""
+    wanted, size = config.profile, int(drafter.block_size)
+    requests = sorted({*(2**k for k in range(12) if 2**k < wanted.max_requests), wanted.max_requests})
+    lengths = list(range(size + 1))
+    seconds = [[_round_s(config, target, drafter, r, length) for length in lengths] for r in requests]
+    plain = [_round_s(config, target, drafter, r, -1) for r in requests]
+    return {"requests": requests, "lengths": lengths, "seconds": seconds, "plain": plain}
+
+
+def _round_s(config: ExperimentConfig, target: Target, drafter: Any, num_requests: int, length: int) -> float:
+    wanted = config.profile
+    context, num_rounds = wanted.context_lengths[0], _WARM_UP + wanted.repeats
+    new_tokens = (num_rounds + 1) * (drafter.block_size + 1)
+    start = max(1, context - new_tokens // 4)
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(0, target.facts.num_usable_tokens, (num_requests, start), generator=generator).tolist()
+    batch = DecodingBatch(
+        target,
+        drafter,
+        cache_maker(target, drafter),
+        build_sampling(config.evaluation.sampling),
+        _Everything(length),
+        num_requests,
+        start + new_tokens + drafter.block_size + 1,
+    )
+    batch.enter([(i, Request(ids, new_tokens, seed=i, ignore_stop=True)) for i, ids in enumerate(prompts)])
+    return _quantiles(batch.round, wanted.repeats)[0]
+
+
+def _quantiles(work: Callable[[], None], repeats: int) -> tuple[float, float]:
+    """Median seconds and half the interquartile range."""
+    for _ in range(_WARM_UP):
+        work()
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started)
+    if repeats < 2:
+        return times[0], 0.0
+    low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
+    return middle, (high - low) / 2
