@@ -10,9 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dspark_exp.calibration import Calibration
 from dspark_exp.errors import CheckpointError
 from dspark_exp.interop import READERS, draft_greedily, export_drafter, layout_for, read_config, read_drafter
 from dspark_exp.interop import export as export_module
+from dspark_exp.scheduling import CapacityTable, read_table
 from dspark_exp.targets import Target
 from tests.conftest import make_drafter, random_target
 
@@ -140,6 +142,23 @@ def test_what_ships_beside_the_weights(targets, tmp_path: Path) -> None:
     assert golden["0.draft_tokens"].tolist() == golden["0.draft_logits"].argmax(-1).tolist()
     with pytest.raises(CheckpointError, match="exists"):
         export_drafter(drafter, target, tmp_path / "out", reader="vllm")
+
+
+def test_calibration_and_capacity_ship_in_the_engines_own_fields(targets, tmp_path: Path) -> None:
+    target = targets["qwen3"]
+    drafter = make_drafter("dspark_markov", target)
+    calibration = Calibration((1.5,) * drafter.block_size, "chat", "abc", 400)
+    capacity = CapacityTable([1, 2, 8], [64], [[0.01, 0.011, 0.02]], [[0.0] * 3], {}, {"device": "here"})
+    export_drafter(drafter, target, tmp_path / "out", reader="sglang", calibration=calibration, capacity=capacity)
+    sts, sps = (json.loads((tmp_path / "out" / name).read_text()) for name in ("sts.json", "sps.json"))
+    assert sts["temperatures"] == [1.5] * drafter.block_size
+    assert sps["sample_batch_tokens"] == [1, 2, 8]
+    assert sps["sample_steps_per_sec"] == pytest.approx([100, 1 / 0.011, 50])
+    assert sps["max_batch_tokens"] == 8
+    assert read_table(tmp_path / "out" / "sps.json").seconds == capacity.seconds
+    manifest = json.loads((tmp_path / "out" / "export_manifest.json").read_text())
+    assert "400 rounds of chat (abc)" in manifest["calibration"]
+    assert "here" in manifest["capacity_curve"]
 
 
 def test_shards_read_back_as_one(targets, tmp_path: Path) -> None:

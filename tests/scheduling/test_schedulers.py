@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 
 from dspark_exp.errors import ConfigError
-from dspark_exp.scheduling import AsyncScheduler, CapacityCurve, PrefixScheduler, Rounds, greedy_prefix, rank, survivals
+from dspark_exp.scheduling import (
+    AsyncScheduler,
+    CapacityCurve,
+    PrefixScheduler,
+    Rounds,
+    greedy_prefix,
+    prefix,
+    rank,
+    survivals,
+)
 
 
 def _smooth(length: int = 64, draft_s: float = 0.0) -> CapacityCurve:
@@ -57,7 +66,9 @@ def test_a_step_in_the_curve_traps_the_early_stop_and_not_the_asynchronous_searc
     trapped = greedy_prefix(survival, curve)
     assert trapped.sum() == 1
     scheduler = AsyncScheduler(curve, staleness=1)
+    scheduler.drafts(2)
     scheduler.lengths(confidence, 2, 3)  # the round whose confidences the next one goes by
+    scheduler.drafts(2)
     free = scheduler.lengths(confidence, 2, 3)
     assert free.tolist() == [3, 3]
     assert _throughput(survival, free, curve) == pytest.approx(_brute_force(survival, curve))
@@ -106,8 +117,11 @@ def test_an_admission_does_not_depend_on_later_positions(seed: int) -> None:
 def test_capacity_follows_confidences_as_old_as_it_says() -> None:
     curve = _smooth()
     high, low = np.full((4, 5), 0.99), np.full((4, 5), 0.02)
-    scheduler = AsyncScheduler(curve, staleness=3)
-    seen = [int(scheduler.lengths(c, 4, 5).sum()) for c in (high, low, low, low, low, high, high, high, high)]
+    scheduler = AsyncScheduler(curve, staleness=3, margin=0.0)
+    seen = []
+    for confidence in (high, low, low, low, low, high, high, high, high):
+        scheduler.drafts(4)
+        seen.append(int(scheduler.lengths(confidence, 4, 5).sum()))
     fresh = [int(greedy_prefix(survivals(c), curve).sum()) for c in (high, low)]
     assert seen[:4] == [20, fresh[0], fresh[0], fresh[0]]  # no history: everything; then by the first round
     assert seen[4:8] == [fresh[1]] * 4
@@ -116,8 +130,28 @@ def test_capacity_follows_confidences_as_old_as_it_says() -> None:
     assert scheduler.lengths(low, 4, 5).sum() == 20
 
 
+def test_large_and_small_batches_are_ranked_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    confidence = np.random.default_rng(0).choice([0.5, 0.9, 1.0], (40, 7))
+    small = rank(survivals(confidence))
+    monkeypatch.setattr(prefix, "_FEW", 0)
+    large = rank(survivals(confidence))
+    assert small.request.tolist() == large.request.tolist()
+    assert small.tokens == pytest.approx(large.tokens)
+
+
+def test_a_margin_prefers_whole_blocks_where_the_curve_hardly_tells_them_apart() -> None:
+    flat = CapacityCurve(np.arange(1, 40), 1.0 + 0.23 * np.arange(1, 40))
+    lengths = {}
+    for margin in (0.0, 0.05):
+        scheduler = AsyncScheduler(flat, staleness=1, margin=margin)
+        for _ in range(3):
+            scheduler.drafts(2)
+            lengths[margin] = scheduler.lengths(np.array([[0.9, 0.8, 0.7]] * 2), 2, 3)
+    assert lengths[0.0].sum() < lengths[0.05].sum() == 6
+
+
 def test_capacity_follows_the_number_of_requests() -> None:
-    scheduler = AsyncScheduler(_smooth(400), staleness=1)
+    scheduler = AsyncScheduler(_smooth(400), staleness=1, margin=0.0)
     confidence = np.full((8, 5), 0.9)
     scheduler.lengths(confidence, 8, 5)
     of_eight = scheduler.lengths(confidence, 8, 5)
@@ -130,9 +164,12 @@ def test_a_round_that_does_not_pay_is_not_drafted_but_probed_in_time() -> None:
     scheduler = AsyncScheduler(curve, staleness=1, probe_every=4)
     assert scheduler.drafts(4)
     scheduler.lengths(np.full((4, 5), 0.02), 4, 5)
-    assert [scheduler.drafts(4) for _ in range(8)] == [False, False, False, True] * 2
-    scheduler.lengths(np.full((4, 5), 0.99), 4, 5)
-    assert scheduler.drafts(4)
+    pauses = "".join("D" if scheduler.drafts(4) else "." for _ in range(16))
+    assert pauses == ".D..D....D....D."  # 1, 2, 4, 4 rounds without a draft: probe_every = 4
+    for _ in range(20):
+        if scheduler.drafts(4):
+            scheduler.lengths(np.full((4, 5), 0.99), 4, 5)
+    assert all(scheduler.drafts(4) for _ in range(4))
 
 
 @pytest.mark.parametrize("staleness", [0, -1])

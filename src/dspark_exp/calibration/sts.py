@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dspark_exp.calibration.observations import Observations, _ece, logit, sigmoid
+from dspark_exp.calibration.observations import Observations, _ece, sigmoid
 from dspark_exp.errors import ConfigError
 
 TOLERANCE = 0.5  # standard errors of an ECE within which two temperatures count as equally good
 GRID = np.exp(np.linspace(np.log(0.1), np.log(10.0), 241))
+_SMALLEST = 1e-12  # confidence below which odds are no longer told apart
 _FEWEST = 20  # rounds below which a position keeps its neighbour's temperature
 
 
@@ -39,8 +41,13 @@ class Calibration:
             raise ConfigError(f"Calibration temperatures must be above 0; got {self.temperatures}.")
 
     def apply(self, confidence_RG: np.ndarray) -> np.ndarray:
-        """Calibrated conditional acceptance of confidences [R, G]."""
-        return sigmoid(logit(confidence_RG) / np.asarray(self.temperatures))
+        """Calibrated conditional acceptance of confidences [R, G]: sigmoid(logit(c) / T), written without logits."""
+        odds_against = 1.0 / np.maximum(confidence_RG, _SMALLEST) - 1.0
+        return 1.0 / (1.0 + odds_against**self._inverse)
+
+    @cached_property
+    def _inverse(self) -> np.ndarray:
+        return 1.0 / np.asarray(self.temperatures)
 
     def check(self, block_size: int) -> None:
         """Raise ConfigError where a drafter has another block size."""

@@ -172,16 +172,18 @@ class DecodingBatch:
         self.active |= entering
         self.clock.prefill_s += time.perf_counter() - started
 
-    def leave(self, rows: Sequence[int], close_gaps: bool) -> list[Progress]:
-        """Take requests out. ``close_gaps``: the others move to rows 0 .. n-1, so that no pass gathers their keys."""
+    def leave(self, rows: Sequence[int]) -> list[Progress]:
+        """Take requests out."""
         left = [self.active.pop(row) for row in rows]
         for row in rows:
             self._carry.pop(row, None)
             self._unheard.pop(row, None)
-        if close_gaps:
-            for hole in [row for row in range(len(self.active)) if row not in self.active]:
-                self._move(max(self.active), hole)
         return left
+
+    def _close_gaps(self) -> None:
+        """Requests take rows 0 .. n-1, so that no pass gathers their keys."""
+        for hole in [row for row in range(len(self.active)) if row not in self.active]:
+            self._move(max(self.active), hole)
 
     def _move(self, source: int, hole: int) -> None:
         self.active[hole] = self.active.pop(source)
@@ -195,6 +197,7 @@ class DecodingBatch:
     @torch.no_grad()
     def round(self) -> None:
         """Draft, verify and commit once for every request that has not ended."""
+        self._close_gaps()
         rows = [row for row in sorted(self.active) if not self.active[row].done]
         if not rows:
             return

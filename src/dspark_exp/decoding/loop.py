@@ -64,7 +64,7 @@ class SpeculativeLoop:
                 batch.enter([waiting.pop() for _ in range(min(batch.num_free, len(waiting)))])
             batch.round()
             ended = [row for row, progress in batch.active.items() if progress.done]
-            for progress in batch.leave(ended, close_gaps=not waiting):
+            for progress in batch.leave(ended):
                 results[progress.index] = progress.generation
                 if on_finished is not None:
                     on_finished(progress.index, progress.generation)

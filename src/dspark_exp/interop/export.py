@@ -17,12 +17,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from dspark_exp.calibration import Calibration, identity
 from dspark_exp.drafters import in_dtype
 from dspark_exp.errors import CheckpointError
 from dspark_exp.hashing import file_digest
 from dspark_exp.interop.checkpoint_files import SHARD_BYTES, write_tensors
 from dspark_exp.interop.layouts import SHARED, Layout, layout_for, rounded
 from dspark_exp.interop.minimal_reader import Draft, MinimalReader
+from dspark_exp.scheduling import CapacityTable
 from dspark_exp.targets import RaggedKVCache, Target
 
 _TOLERANCE = 1e-3  # of logits; float32 sums in two orders differ by about 1e-5
@@ -48,8 +50,10 @@ def export_drafter(
     shard_bytes: int = SHARD_BYTES,
     source: str = "",
     model_card: str = "",
+    calibration: Calibration | None = None,
+    capacity: CapacityTable | None = None,
 ) -> Exported:
-    """Write, verify, describe.
+    """Write, verify, describe. Without a calibration the temperatures are 1; a capacity table ships as ``sps.json``.
 
     Raises:
         CheckpointError: the reader cannot read this drafter (with the reason), the folder exists, or what was written
@@ -67,12 +71,15 @@ def export_drafter(
         write_tensors(rounded(layout, dtype), partial, shard_bytes)
         error, golden = _read_back(partial, drafter, target, dtype)
         save_file(golden, partial / "golden.safetensors")
+        fitted = None
         if getattr(drafter, "confidence_head", None) is not None:
-            calibration = _identity_calibration(int(drafter.block_size))  # type: ignore[arg-type]
-            (partial / "sts.json").write_text(json.dumps(calibration, indent=2) + "\n")
+            fitted = calibration or identity(int(drafter.block_size))  # type: ignore[arg-type]
+            (partial / "sts.json").write_text(json.dumps(fitted.as_dict(), indent=2) + "\n")
+        if capacity is not None:
+            (partial / "sps.json").write_text(json.dumps(capacity.as_dict(), indent=1) + "\n")
         if model_card:
             (partial / "README.md").write_text(model_card)
-        manifest = _manifest(layout, drafter, target, reader, config, error, source)
+        manifest = _manifest(layout, drafter, target, reader, config, error, source, fitted, capacity)
         manifest["files_sha256"] = {path.name: file_digest(path) for path in sorted(partial.iterdir())}
         (partial / "export_manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
         partial.replace(folder)
@@ -173,6 +180,12 @@ def _difference(ours: Draft, theirs: Draft, usable: int) -> float:
     return error
 
 
+def _said_of(calibration: Calibration) -> str:
+    if calibration == identity(len(calibration.temperatures)):
+        return "sts.json holds temperatures of 1: not calibrated"
+    return f"sts.json: fitted on {calibration.num_samples} rounds of {calibration.dataset} ({calibration.fitted_on})"
+
+
 def _manifest(
     layout: Layout,
     drafter: nn.Module,
@@ -181,9 +194,10 @@ def _manifest(
     config: dict[str, Any],
     error: float,
     source: str,
+    fitted: Calibration | None,
+    capacity: CapacityTable | None,
 ) -> dict[str, Any]:
     facts = target.facts
-    uncalibrated = "sts.json holds temperatures of 1: not calibrated"
     meaning = "0-based decoder layers, their output" if layout.offset == 0 else "1 + the 0-based decoder layer"
     return {
         "reader": reader,
@@ -203,25 +217,11 @@ def _manifest(
             name: f"in the file, {target.dtype}" if name in layout.tensors else "the target's" for name in SHARED
         },
         "dtype": config["dtype"],
-        "calibration": uncalibrated if getattr(drafter, "confidence_head", None) is not None else None,
-        "capacity_curve": None,
+        "calibration": None if fitted is None else _said_of(fitted),
+        "capacity_curve": None if capacity is None else f"sps.json: measured with {capacity.measured}",
         "target": target.fingerprint(),
         "source": source,
         "read_back": {"max_logit_error": error, "tolerance": _TOLERANCE},
         "serve": layout.serve,
         "notes": list(layout.notes),
-    }
-
-
-def _identity_calibration(block_size: int) -> dict[str, Any]:
-    """The calibration file that SGLang and TensorRT-LLM read, with temperatures that change nothing."""
-    ones = [1.0] * block_size
-    empty: list[float] = []
-    return {
-        "temperatures": ones,
-        "sts_temperatures": ones,
-        "dataset": "",
-        "num_samples": 0,
-        "ece_before": empty,
-        "ece_after": empty,
     }

@@ -14,38 +14,51 @@ import numpy as np
 
 from dspark_exp.errors import ConfigError
 from dspark_exp.scheduling.capacity import CapacityCurve
-from dspark_exp.scheduling.prefix import Ranking, need_confidence, rank, survivals
+from dspark_exp.scheduling.prefix import need_confidence, rank, survivals
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Older:
     """What a past round predicted."""
 
+    time: int  # number of the round
     tokens: np.ndarray  # [R*G + 1] expected tokens after 0, 1, .. admissions
     num_requests: int
+    best: tuple[int, int, float] = (0, 0, 0.0)  # requests now, K and expected tokens per second for them
 
 
 class AsyncScheduler:
     """Dynamic top-K verification.
 
+    K comes from the round that is ``staleness`` rounds old. Whether to draft at all comes from the mean of up to
+    ``MEMORY`` such rounds: one request's round says little about its next. After a round without a draft it drafts
+    again, and pauses twice as long whenever that did not pay either.
+
     Args:
         curve: the capacity of this machine.
         staleness: age in rounds of the confidences that decide K (the paper: 2).
-        probe_every: draft at least once in this many rounds, to hear new confidences.
+        probe_every: rounds without a draft in a row at most.
+        margin: K is the largest number whose expected throughput is within this share of the best: where the curve
+            hardly tells two apart, whole blocks go through in fewer rounds. 0 = the best itself.
 
     Raises:
-        ConfigError: staleness or probe_every below 1. Capacity from this round's own confidences is not exact.
+        ConfigError: staleness or probe_every below 1, or a margin outside [0, 1). Capacity from this round's own
+            confidences is not exact.
     """
 
     reads_confidence = True
+    MEMORY = 8
 
-    def __init__(self, curve: CapacityCurve, staleness: int = 2, probe_every: int = 32) -> None:
+    def __init__(self, curve: CapacityCurve, staleness: int = 2, probe_every: int = 32, margin: float = 0.02) -> None:
+        if not 0 <= margin < 1:
+            raise ConfigError(f"policy.margin={margin} must lie in [0, 1).")
         if staleness < 1 or probe_every < 1:
             raise ConfigError(
                 f"policy.staleness={staleness} and policy.probe_every={probe_every} must be at least 1: a capacity "
                 "from this round's own confidences would let a token decide whether it is verified."
             )
         self.curve, self.staleness, self.probe_every = curve, staleness, probe_every
+        self.margin = margin
         self.start()
 
     def check(self, block_size: int, has_confidence: bool) -> None:
@@ -58,37 +71,45 @@ class AsyncScheduler:
 
     def start(self) -> None:
         """Forget older rounds: a new batch begins."""
-        self._older: deque[_Older] = deque(maxlen=self.staleness)
-        self._undrafted = 0
+        self._older: deque[_Older] = deque(maxlen=self.staleness + self.MEMORY)
+        self._time, self._pause, self._undrafted = 0, 1, 0
 
     def drafts(self, num_requests: int) -> bool:
-        """Whether the best K beats plain decoding, by what older rounds predicted."""
-        if not self._older or self._undrafted + 1 >= self.probe_every:
+        """Whether drafting beats plain decoding, by what older rounds predicted."""
+        self._time += 1
+        if 0 < self._undrafted < self._pause:
+            self._undrafted += 1
+            return False
+        known = [older for older in self._older if self._time - older.time >= self.staleness]
+        expected = [self._best(older, num_requests)[1] for older in known]
+        pays = not expected or sum(expected) / len(expected) > num_requests / self.curve.plain_s(num_requests)
+        if pays:
+            self._pause = 1
+        if pays or self._undrafted:  # a pause is over: try again, and wait longer the next time
+            self._pause = self._pause if pays else min(2 * self._pause, self.probe_every)
             self._undrafted = 0
             return True
-        plain = num_requests / self.curve.plain_s(num_requests)
-        if self._best(self._older[0], num_requests)[1] > plain:
-            self._undrafted = 0
-            return True
-        self._undrafted += 1
+        self._undrafted = 1
         return False
 
     def lengths(self, confidence_RG: np.ndarray | None, num_requests: int, block_size: int) -> np.ndarray:
         assert confidence_RG is not None
         ranking = rank(survivals(confidence_RG))
         capacity = num_requests * block_size
-        if self._older:
-            capacity = min(capacity, self._best(self._older[0], num_requests)[0])
-        self._remember(ranking, num_requests)
+        old_enough = [older for older in self._older if self._time - older.time >= self.staleness]
+        if old_enough or self._older:
+            older = old_enough[-1] if old_enough else self._older[0]
+            capacity = min(capacity, self._best(older, num_requests)[0])
+        self._older.append(_Older(self._time, ranking.tokens, num_requests))
         return ranking.lengths(capacity, num_requests)
-
-    def _remember(self, ranking: Ranking, num_requests: int) -> None:
-        self._older.append(_Older(ranking.tokens, num_requests))
 
     def _best(self, older: _Older, num_requests: int) -> tuple[int, float]:
         """K and expected tokens per second, for the older survivals spread over the requests there are now."""
-        scale = num_requests / older.num_requests
-        admitted = np.arange(len(older.tokens)) * scale
-        theta = older.tokens * scale / self.curve.round_s(num_requests, num_requests + admitted)
-        best = int(theta.argmax())
-        return round(admitted[best]), float(theta[best])
+        if older.best[0] != num_requests:
+            scale = num_requests / older.num_requests
+            admitted = np.arange(len(older.tokens)) * scale
+            theta = older.tokens * scale / self.curve.round_s(num_requests, num_requests + admitted)
+            best = float(theta.max())
+            place = int(np.flatnonzero(theta >= (1 - self.margin) * best)[-1])
+            older.best = num_requests, round(admitted[place]), best
+        return older.best[1:]

@@ -25,12 +25,15 @@ class Rounds:
     Attributes:
         requests: [n] R, increasing. lengths: [m] verified draft tokens of each request, increasing from 0.
         seconds: [n, m] of a drafted round. plain: [n] of a round without a draft.
+        prompt_tokens, enter: [p] seconds of taking in so many prompt tokens, the drafter's part included.
     """
 
     requests: np.ndarray
     lengths: np.ndarray
     seconds: np.ndarray
     plain: np.ndarray
+    prompt_tokens: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    enter: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class CapacityCurve:
     tokens: np.ndarray
     seconds: np.ndarray
     rounds: Rounds | None = field(default=None)
+    _of_requests: dict[int, tuple[np.ndarray, float]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not len(self.tokens) or len(self.tokens) != len(self.seconds):
@@ -71,16 +75,34 @@ class CapacityCurve:
         """Seconds of a drafted round of R requests that verifies ``tokens`` tokens, anchors included."""
         if self.rounds is None:
             return self.step_s(tokens)
-        measured = self.rounds
-        by_length = [float(_lookup(num_requests, measured.requests, column)) for column in measured.seconds.T]
         mean = np.asarray(tokens, float) / num_requests - 1
-        return _lookup(mean, measured.lengths, np.asarray(by_length))
+        drafted = self._measured_for(num_requests, self.rounds)[0]
+        return np.where(mean >= self.rounds.lengths[-1], drafted[-1], _lookup(mean, self.rounds.lengths, drafted[:-1]))
 
     def plain_s(self, num_requests: int) -> float:
         """Seconds of a round of R requests without a draft."""
         if self.rounds is None:
             return float(self.step_s(num_requests))
-        return float(_lookup(num_requests, self.rounds.requests, self.rounds.plain))
+        return self._measured_for(num_requests, self.rounds)[1]
+
+    def enter_s(self, prompt_tokens: int) -> float:
+        """Seconds of taking in requests with so many prompt tokens in all."""
+        if self.rounds is None or not len(self.rounds.enter):
+            return float(self.step_s(prompt_tokens))
+        return float(_lookup(prompt_tokens, self.rounds.prompt_tokens, self.rounds.enter))
+
+    def _measured_for(self, num_requests: int, measured: Rounds) -> tuple[np.ndarray, float]:
+        """Seconds by verification length, then of whole blocks, and of a round without a draft.
+
+        Kept, since schedulers ask every round.
+        """
+        if num_requests not in self._of_requests:
+            drafted = [float(_lookup(num_requests, measured.requests, column)) for column in measured.seconds.T]
+            plain = float(_lookup(num_requests, measured.requests, measured.plain))
+            # whole blocks need no gathering: rounds just short of them cost what the line through shorter ones says
+            nearly = max(drafted[-1], 2 * drafted[-2] - drafted[-3]) if len(drafted) > 2 else drafted[-1]
+            self._of_requests[num_requests] = np.asarray([*drafted[:-1], nearly, drafted[-1]]), plain
+        return self._of_requests[num_requests]
 
     @staticmethod
     def of_steps_per_s(tokens: Any, steps_per_s: Any) -> CapacityCurve:
@@ -105,8 +127,8 @@ class CapacityTable:
         tokens: B of every measured pass.
         context_lengths: tokens already in the cache of each request.
         seconds: [contexts, tokens] medians; spread: the same, half the interquartile range.
-        rounds: whole rounds of the engine: ``requests``, ``lengths``, ``seconds``, ``plain``, as in ``Rounds``, at the
-            first context length; empty where only passes were measured.
+        rounds: whole rounds of the engine, the fields of ``Rounds``, on prompts of the benchmarks; empty where only
+            passes were measured.
         measured: model, revision, dtype, device, threads, attention, drafter, block size.
     """
 
@@ -137,6 +159,8 @@ class CapacityTable:
             lengths,
             np.asarray(self.rounds["seconds"]) + longer,
             np.asarray(self.rounds["plain"]) + longer[:, 0],
+            np.asarray(self.rounds.get("prompt_tokens", []), float),
+            np.asarray(self.rounds.get("enter", []), float),
         )
         return CapacityCurve(passes.tokens, passes.seconds, measured)
 

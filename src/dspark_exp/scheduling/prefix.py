@@ -14,6 +14,8 @@ import numpy as np
 from dspark_exp.errors import ConfigError
 from dspark_exp.scheduling.capacity import CapacityCurve
 
+_FEW = 1024  # draft tokens up to which a plain stable sort is the faster one
+
 
 @dataclass(frozen=True)
 class Ranking:
@@ -35,20 +37,27 @@ def survivals(confidence_RG: np.ndarray) -> np.ndarray:
 def rank(survival_RG: np.ndarray) -> Ranking:
     """Sort all draft tokens by survival, earlier positions first among equals, so that every prefix is a prefix.
 
-    Survivals are at least 0, so their bits order as they do; the place goes into the low bits and one integer sort
-    gives values and places. Equal survivals are ordered by place alone: nothing about later tokens decides.
+    Equal survivals are ordered by place alone: nothing about later tokens decides. Large batches: survivals are at
+    least 0, so their bits order as they do; the place goes into the low bits and one integer sort gives both.
     """
     num_requests, size = survival_RG.shape
-    bits = np.ascontiguousarray(survival_RG, dtype=np.float32).view(np.uint32).ravel().astype(np.uint64)
     count = num_requests * size
+    if count <= _FEW:
+        falling = -survival_RG.ravel()
+        place = falling.argsort(kind="stable")
+        return _ranking(place // size, -falling[place], num_requests)
+    bits = np.ascontiguousarray(survival_RG, dtype=np.float32).view(np.uint32).ravel().astype(np.uint64)
     keys = np.sort(bits << np.uint64(32) | np.arange(count - 1, -1, -1, dtype=np.uint64))[::-1]
     place = count - 1 - (keys & np.uint64(0xFFFFFFFF)).astype(np.int64)
     values = (keys >> np.uint64(32)).astype(np.uint32).view(np.float32)
-    tokens = np.empty(count + 1)
+    return _ranking(place // size, values, num_requests)
+
+
+def _ranking(request: np.ndarray, values: np.ndarray, num_requests: int) -> Ranking:
+    tokens = np.empty(len(values) + 1)
     tokens[0] = num_requests
-    np.cumsum(values, dtype=np.float64, out=tokens[1:])
-    tokens[1:] += num_requests
-    return Ranking(place // size, tokens)
+    tokens[1:] = values
+    return Ranking(request, tokens.cumsum())
 
 
 def throughput(tokens: np.ndarray, num_requests: int, curve: CapacityCurve) -> np.ndarray:

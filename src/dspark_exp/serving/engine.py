@@ -194,7 +194,7 @@ class Engine:
             if progress.done or failed:
                 leaving.append(row)
                 self._end(ticket, "failed" if failed else "finished", ticket.error)
-        self._batch.leave(leaving, close_gaps=True)
+        self._batch.leave(leaving)
 
     def _tell(self, ticket: Ticket, tokens: list[int]) -> bool:
         if ticket.on_tokens is None or not tokens:
@@ -221,7 +221,7 @@ class Engine:
             self._waiting = deque(t for t in self._waiting if t.number not in wanted) if gone else self._waiting
         rows = [row for row, progress in self._batch.active.items() if progress.index in wanted]
         gone += [self._running[self._batch.active[row].index] for row in rows]
-        self._batch.leave(rows, close_gaps=True)
+        self._batch.leave(rows)
         for ticket in gone:
             self._end(ticket, "cancelled")
 
@@ -230,7 +230,7 @@ class Engine:
             tickets = [*self._running.values(), *(self._waiting if status == "cancelled" else ())]
             if status == "cancelled":
                 self._waiting.clear()
-        self._batch.leave(list(self._batch.active), close_gaps=False)
+        self._batch.leave(list(self._batch.active))
         for ticket in tickets:
             self._end(ticket, status, error)
 

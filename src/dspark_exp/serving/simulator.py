@@ -69,7 +69,7 @@ def simulate(
         while waiting and len(active) + len(entering) < rows and waiting[0].submitted_at <= clock:
             entering.append(waiting.popleft())
         if entering:
-            prefill = float(curve.step_s(sum(f.request.prompt_tokens for f in entering)))
+            prefill = curve.enter_s(sum(f.request.prompt_tokens for f in entering))
             clock, busy = clock + prefill, busy + prefill
             for flight in entering:
                 flight.first_token_at = clock

@@ -19,6 +19,7 @@ from dspark_exp.scheduling import AsyncScheduler
 from dspark_exp.serving import simulate
 from dspark_exp.targets import Target
 from dspark_exp.tasks.building import build_loop, build_sampling, load_benchmarks, open_target
+from dspark_exp.tasks.calibrate import store_calibration
 from dspark_exp.tasks.evaluate import metric_row, requests_of
 from dspark_exp.tasks.profile_capacity import measured_capacity
 from dspark_exp.tasks.provenance import provenance
@@ -39,6 +40,9 @@ def run_reliability(job: Job) -> Path:
     splits = recorded_splits(job, target, trained)
     fit, test = Observations.join(list(splits.fit.values())), Observations.join(list(splits.test.values()))
     calibration = fit_sts(fit, ", ".join(splits.fit))
+    if trained.path is not None and trained.calibration is None:
+        store_calibration(trained.path, calibration)
+        log.info("The checkpoint held no calibration: these temperatures are in it now (%s)", trained.path)
     methods = {}
     for name in METHODS:
         calibrated = fit_method(name, fit)

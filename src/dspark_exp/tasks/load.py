@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from dspark_exp.serving import Arrivals, Engine, LoadResult, SimulatedRequest, d
 from dspark_exp.targets import Target
 from dspark_exp.tasks.building import build_sampling, cache_maker, load_benchmarks, open_target
 from dspark_exp.tasks.evaluate import requests_of
-from dspark_exp.tasks.profile_capacity import measured_capacity
+from dspark_exp.tasks.profile_capacity import measured_capacity, round_seconds
 from dspark_exp.tasks.provenance import provenance
 from dspark_exp.tasks.recording import SIMULATED_PER_BENCHMARK, recorded_outcomes
 from dspark_exp.tasks.train_eval import Job
@@ -115,10 +115,22 @@ class Bench:
         drive(engine, [Request(r.prompt_ids, 4, r.seed) for r in requests[:2]], concurrency=2)
         return drive(engine, requests, concurrency=concurrency)
 
+    def drift(self, concurrency: int) -> float:
+        """How much slower rounds are now than when the capacity table was measured."""
+        rounds = self.curve.rounds
+        if rounds is None or self.trained.drafter.block_size + 1 != len(rounds.lengths):
+            return 1.0
+        lengths = [-1, *range(len(rounds.lengths))]
+        quick = replace(self.job.config, profile=replace(self.job.config.profile, repeats=2))
+        now = round_seconds(quick, self.target, self.trained.drafter, concurrency, lengths)
+        batches = [concurrency * (1 + length) for length in lengths[1:]]
+        then = [self.curve.plain_s(concurrency), *self.curve.round_s(concurrency, batches).tolist()]
+        return statistics.median(n / t for n, t in zip(now, then, strict=True))
+
     def simulated(
         self, arm: Arm, concurrency: int, answers: list[SimulatedRequest], policy: VerificationPolicy | None = None
     ) -> float:
-        """Throughput of the same load in the simulator."""
+        """Throughput of the same load in the simulator, on the capacity table as it is."""
         calibration = arm.trained.calibration if arm.trained is not None else None
         count = len(self.requests(concurrency))
         result = simulate(
@@ -143,10 +155,14 @@ class Bench:
         for concurrency in self.job.config.load.concurrency:
             requests = self.requests(concurrency)
             summaries: dict[str, list[dict[str, Any]]] = {arm.name: [] for arm in arms}
-            for _ in range(self.job.config.load.repeats):
-                for arm in arms:
+            drifts = []
+            for turn in range(self.job.config.load.repeats):
+                for place in range(len(arms)):  # another arm goes first every time
+                    arm = arms[(place + turn) % len(arms)]
                     summaries[arm.name].append(self.serve(arm, concurrency, requests).summary())
-            rows += [{"arm": name, "concurrency": concurrency, **_median(runs)} for name, runs in summaries.items()]
+                drifts.append(self.drift(concurrency))
+            common = {"concurrency": concurrency, "drift": statistics.median(drifts)}
+            rows += [{"arm": name, **common, **_median(runs)} for name, runs in summaries.items()]
             shown = ", ".join(f"{name} {_median(runs)['throughput']:.0f}" for name, runs in summaries.items())
             log.info("%d users, tokens/s: %s", concurrency, shown)
         return rows
@@ -175,7 +191,8 @@ def run_pareto(job: Job) -> Path:
     answers = bench.answers()
     for row in rows:
         arm = next(a for a in arms if a.name == row["arm"])
-        row["simulated"] = None if arm.name == "mtp1" else bench.simulated(arm, row["concurrency"], answers)
+        known = arm.name != "mtp1"  # its outcomes are another drafter's
+        row["simulated"] = bench.simulated(arm, row["concurrency"], answers) / row["drift"] if known else None
     return write_pareto(bench.folder, bench.header() | {"rows": rows})
 
 
@@ -230,4 +247,5 @@ def run_staleness(job: Job) -> Path:
 def _median(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     middle = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
     throughput = [run["throughput"] for run in runs]
-    return {**middle, "throughput_low": min(throughput), "throughput_high": max(throughput)}
+    spread = {"throughput_low": min(throughput), "throughput_high": max(throughput)}
+    return {**middle, **spread, "runs": throughput}

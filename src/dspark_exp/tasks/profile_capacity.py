@@ -8,14 +8,14 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from dspark_exp.calibration import identity
 from dspark_exp.config import ExperimentConfig
 from dspark_exp.data.manifest import write_json
 from dspark_exp.decoding import DecodingBatch, Request
@@ -28,9 +28,11 @@ from dspark_exp.tasks.building import (
     cache_maker,
     capacity_path,
     identity_of,
+    load_benchmarks,
     open_target,
     read_capacity,
 )
+from dspark_exp.tasks.evaluate import requests_of
 from dspark_exp.tasks.train_eval import Job
 from dspark_exp.tasks.trained import drafter_for_timing
 
@@ -120,12 +122,16 @@ def _pass(target: Target, batch: int, context: int, max_requests: int) -> Callab
     return work
 
 
-@dataclass(frozen=True)
 class _Everything:
-    """Drafts every round and verifies ``length`` tokens, none among them; ``length`` < 0 does not draft."""
+    """Drafts every round and verifies ``length`` tokens on average; ``length`` < 0 does not draft.
 
-    length: int
+    Lengths differ from request to request where they can, as they do under a scheduler.
+    """
+
     reads_confidence = True  # as a scheduler does
+
+    def __init__(self, length: int) -> None:
+        self.length = length
 
     def check(self, block_size: int, has_confidence: bool) -> None:
         """Fits every drafter."""
@@ -137,7 +143,11 @@ class _Everything:
         return self.length >= 0
 
     def lengths(self, confidence_RG: np.ndarray | None, num_requests: int, block_size: int) -> np.ndarray:
-        return np.full(num_requests, self.length)
+        lengths = np.full(num_requests, self.length)
+        if 0 < self.length < block_size:
+            pairs = num_requests // 2
+            lengths[: 2 * pairs] += np.tile([-1, 1], pairs)
+        return lengths
 
 
 def _rounds(config: ExperimentConfig, target: Target, drafter: Any) -> dict[str, Any]:
@@ -145,29 +155,83 @@ def _rounds(config: ExperimentConfig, target: Target, drafter: Any) -> dict[str,
     wanted, size = config.profile, int(drafter.block_size)
     requests = sorted({*(2**k for k in range(12) if 2**k < wanted.max_requests), wanted.max_requests})
     lengths = list(range(size + 1))
-    seconds = [[_round_s(config, target, drafter, r, length) for length in lengths] for r in requests]
-    plain = [_round_s(config, target, drafter, r, -1) for r in requests]
-    return {"requests": requests, "lengths": lengths, "seconds": seconds, "plain": plain}
+    medians = [round_seconds(config, target, drafter, r, [-1, *lengths]) for r in requests]
+    prompt_tokens = [16, 64, 256]
+    enter = [_enter_s(config, target, drafter, count, medians[0][-1]) for count in prompt_tokens]
+    return {
+        "requests": requests,
+        "lengths": lengths,
+        "seconds": [row[1:] for row in medians],
+        "plain": [row[0] for row in medians],
+        "prompt_tokens": prompt_tokens,
+        "enter": enter,
+    }
 
 
-def _round_s(config: ExperimentConfig, target: Target, drafter: Any, num_requests: int, length: int) -> float:
-    wanted = config.profile
-    context, num_rounds = wanted.context_lengths[0], _WARM_UP + wanted.repeats
-    new_tokens = (num_rounds + 1) * (drafter.block_size + 1)
-    start = max(1, context - new_tokens // 4)
-    generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(0, target.facts.num_usable_tokens, (num_requests, start), generator=generator).tolist()
-    batch = DecodingBatch(
+def _batch(
+    config: ExperimentConfig, target: Target, drafter: Any, num_requests: int, policy: _Everything, positions: int
+) -> DecodingBatch:
+    return DecodingBatch(
         target,
         drafter,
         cache_maker(target, drafter),
         build_sampling(config.evaluation.sampling),
-        _Everything(length),
+        policy,
         num_requests,
-        start + new_tokens + drafter.block_size + 1,
+        positions + drafter.block_size + 1,
+        identity(drafter.block_size).apply,
     )
-    batch.enter([(i, Request(ids, new_tokens, seed=i, ignore_stop=True)) for i, ids in enumerate(prompts)])
-    return _quantiles(batch.round, wanted.repeats)[0]
+
+
+def round_seconds(
+    config: ExperimentConfig, target: Target, drafter: Any, num_requests: int, lengths: Sequence[int]
+) -> list[float]:
+    """Median seconds of a round of so many requests, by verification length.
+
+    Prompts are held-out ones of the benchmarks, so that drafts are accepted as usual. Lengths take turns, so that a
+    slow minute of the machine hits all of them; after every turn the requests start over.
+    """
+    policy = _Everything(0)
+    new_tokens = (len(lengths) + 2) * (drafter.block_size + 1)
+    prompts = _prompts(config, target, num_requests)
+    batch = _batch(config, target, drafter, num_requests, policy, max(map(len, prompts)) + new_tokens)
+    times: list[list[float]] = [[] for _ in lengths]
+    for turn in range(config.profile.repeats + 1):
+        seeds = range(turn * num_requests, (turn + 1) * num_requests)
+        requests = [Request(ids, new_tokens, seed, ignore_stop=True) for ids, seed in zip(prompts, seeds, strict=True)]
+        batch.enter(list(enumerate(requests)))
+        policy.length = 0
+        batch.round()  # the drafter takes in the prompt
+        for place in np.roll(np.arange(len(lengths)), turn):
+            policy.length = lengths[int(place)]
+            started = time.perf_counter()
+            batch.round()
+            if turn > 0:  # the first warms up
+                times[place].append(time.perf_counter() - started)
+        batch.leave(list(batch.active))
+    return [statistics.median(of_length) for of_length in times]
+
+
+def _prompts(config: ExperimentConfig, target: Target, count: int) -> list[list[int]]:
+    """Held-out prompts, benchmarks in turn; those of the evaluation where there are none."""
+    found = load_benchmarks(config, held_out=8) or load_benchmarks(config)
+    by_name = [[r.prompt_ids for r in requests_of(config, target, prompts[:8])] for prompts in found.values()]
+    mixed = [ids for group in zip(*by_name, strict=False) for ids in group]
+    return [mixed[i % len(mixed)] for i in range(count)]
+
+
+def _enter_s(config: ExperimentConfig, target: Target, drafter: Any, prompt_tokens: int, round_s: float) -> float:
+    """Seconds of a request's way in: prefill, and what its first round takes longer than ``round_s``, a usual one."""
+    policy = _Everything(drafter.block_size)
+    batch = _batch(config, target, drafter, 1, policy, prompt_tokens + 2 * drafter.block_size + 2)
+    ids = torch.randint(0, target.facts.num_usable_tokens, (prompt_tokens,)).tolist()
+
+    def work() -> None:
+        batch.enter([(0, Request(ids, drafter.block_size + 2, seed=0, ignore_stop=True))])
+        batch.round()
+        batch.leave(list(batch.active))
+
+    return max(1e-9, _quantiles(work, config.profile.repeats)[0] - round_s)
 
 
 def _quantiles(work: Callable[[], None], repeats: int) -> tuple[float, float]:

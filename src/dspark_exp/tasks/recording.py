@@ -129,6 +129,6 @@ def _first_rounds(target: Target, drafter: Any, sampling: Any, requests: Sequenc
     for first in range(0, len(order), _ROWS):
         batch.enter([(i, requests[i]) for i in order[first : first + _ROWS]])
         batch.round()
-        for progress in batch.leave(list(batch.active), close_gaps=False):
+        for progress in batch.leave(list(batch.active)):
             rounds[progress.index] = progress.generation.rounds[0]
     return [rounds[i] for i in range(len(requests))]

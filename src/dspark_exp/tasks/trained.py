@@ -30,6 +30,7 @@ class Trained:
     drafter: Any
     calibration: Calibration | None
     source: str
+    path: Path | None = None  # of the training checkpoint
 
 
 def trained_drafter(job: Job, target: Target) -> Trained:
@@ -49,9 +50,8 @@ def trained_drafter(job: Job, target: Target) -> Trained:
         path = job.folder / "checkpoints" / results["training"]["checkpoint"]
     step = load_drafter(path, drafter)
     log.info("Drafter: %s, step %d", path, step)
-    return Trained(
-        for_decoding(config, target, drafter), stored_calibration(path), f"{path.parent.parent.name}, step {step}"
-    )
+    source = f"{path.parent.parent.name}, step {step}"
+    return Trained(for_decoding(config, target, drafter), stored_calibration(path), source, path)
 
 
 def with_drafter(job: Job, name: str) -> Job:

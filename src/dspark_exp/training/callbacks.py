@@ -67,10 +67,10 @@ class DraftDiagnostics(L.Callback):
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         acceptance = self._acceptance.compute()
-        columns = {"acceptance": acceptance["conditional"].tolist()}
+        columns = {"acceptance": acceptance["conditional"].reshape(-1).tolist()}
         if self._has_confidence:
             columns |= {name: self._survival.compute()[name] for name in ("ece", "auroc", "brier")}
-        counts = acceptance["counts"].tolist()
+        counts = acceptance["counts"].reshape(-1).tolist()
         pl_module.log_dict(
             {
                 f"val/{name}_pos_{k + 1}": value

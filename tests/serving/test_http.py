@@ -1,0 +1,183 @@
+"""The HTTP front, as a client types it: a real server in a thread, `requests` on the other side."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import requests
+import uvicorn
+
+from dspark_exp.data.rendering import render_prompt
+from dspark_exp.decoding import DecodingBatch, Full, Request, Sampling, SpeculativeLoop
+from dspark_exp.serving import Engine
+from dspark_exp.serving.http import Front
+from dspark_exp.targets import Target
+from tests.conftest import make_cache, make_drafter
+
+MESSAGES = [{"role": "user", "content": "add 3 and 4"}]
+
+
+class _Server:
+    """A front on a free port. ``url`` ends in /v1."""
+
+    def __init__(self, target: Target, rows: int = 4, max_queue: int = 8) -> None:
+        drafter = make_drafter("dspark_markov", target)
+        batch = DecodingBatch(target, drafter, make_cache, Sampling(1.0), Full(), rows, 160)
+        self.engine = Engine(batch, max_queue)
+        front = Front(
+            self.engine, target.tokenizer, lambda messages: render_prompt(target.tokenizer, messages), "tiny",
+            Sampling(1.0), max_tokens=12,
+        )  # fmt: skip
+        self._server = uvicorn.Server(uvicorn.Config(front.app(), port=0, log_level="error"))
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+        self.engine.start()
+        self._thread.start()
+        while not self._server.started:
+            time.sleep(0.01)
+        self.root = f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}"
+        self.url = f"{self.root}/v1"
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(10)
+        self.engine.stop()
+
+
+@pytest.fixture(scope="module")
+def server(tiny: Target) -> Iterator[_Server]:
+    server = _Server(tiny)
+    yield server
+    server.close()
+
+
+def _post(server: _Server, path: str, body: Any, **options: Any) -> requests.Response:
+    return requests.post(f"{server.url}/{path}", json=body, timeout=60, **options)
+
+
+def test_a_chat_completion_is_what_the_loop_decodes(server: _Server, tiny: Target) -> None:
+    answer = _post(server, "chat/completions", {"messages": MESSAGES, "seed": 7, "max_tokens": 10}).json()
+    ids = render_prompt(tiny.tokenizer, MESSAGES)
+    loop = SpeculativeLoop(tiny, make_drafter("dspark_markov", tiny), make_cache, Sampling(1.0))
+    (wanted,) = loop.run([Request(ids, 10, 7)])
+    choice = answer["choices"][0]
+    assert choice["token_ids"] == wanted.token_ids
+    assert choice["message"]["content"] == tiny.tokenizer.decode(wanted.token_ids, skip_special_tokens=True)
+    assert choice["finish_reason"] == wanted.finish_reason
+    assert answer["usage"]["prompt_tokens"] == len(ids)
+    assert answer["usage"]["completion_tokens"] == len(wanted.token_ids)
+    assert answer["dspark"]["rounds"] == len(wanted.rounds)
+
+
+def test_streaming_gives_the_same_text_in_parts(server: _Server) -> None:
+    body = {"prompt": "one two three", "seed": 3, "max_tokens": 12, "ignore_eos": True}
+    whole = _post(server, "completions", body).json()["choices"][0]["text"]
+    with _post(server, "completions", body | {"stream": True}, stream=True) as reply:
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        lines = [line.decode().removeprefix("data: ") for line in reply.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    events = [json.loads(line) for line in lines[:-1]]
+    assert "".join(e["choices"][0]["text"] for e in events if e["choices"]) == whole
+    assert [e["choices"][0]["finish_reason"] for e in events if e["choices"]][-1] == "length"
+    assert events[-1]["usage"]["completion_tokens"] == 12
+
+
+def test_token_ids_are_a_prompt_too(server: _Server, tiny: Target) -> None:
+    ids = tiny.tokenizer.encode("one two")
+    by_text = _post(server, "completions", {"prompt": "one two", "seed": 1}).json()
+    by_ids = _post(server, "completions", {"prompt": ids, "seed": 1}).json()
+    assert by_text["choices"][0]["token_ids"] == by_ids["choices"][0]["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("completions", {"prompt": ""}, "empty"),
+        ("completions", {"prompt": 3}, "text or a list of token ids"),
+        ("completions", {"prompt": [5, 10**6]}, "Token ids must lie"),
+        ("completions", {"prompt": "hi", "max_tokens": 10**4}, "positions"),
+        ("completions", {"prompt": "hi", "max_tokens": "many"}, "whole numbers"),
+        ("completions", {"prompt": "hi", "temperature": 0.3}, "samples with temperature=1.0"),
+        ("completions", {"prompt": "hi", "logprobs": 3}, "Not offered: logprobs"),
+        ("completions", {"prompt": "hi", "n": 2}, "one answer"),
+        ("chat/completions", {"messages": []}, "messages must be"),
+        ("chat/completions", {"messages": [{"role": "user"}]}, "messages must be"),
+        ("chat/completions", [1], "JSON object"),
+    ],
+)
+def test_bad_requests_get_a_json_error(server: _Server, path: str, body: Any, message: str) -> None:
+    reply = _post(server, path, body)
+    assert reply.status_code == 400
+    assert message in reply.json()["error"]["message"]
+    assert reply.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_broken_json_and_unknown_paths(server: _Server) -> None:
+    reply = requests.post(f"{server.url}/completions", data=b"{no json", timeout=10)
+    assert reply.status_code == 400
+    missing = requests.get(f"{server.url}/nothing", timeout=10)
+    assert missing.status_code == 404
+    assert "/v1/nothing" in missing.json()["error"]["message"]
+    assert requests.get(f"{server.url}/completions", timeout=10).status_code == 405
+
+
+def test_models_metrics_and_health(server: _Server) -> None:
+    _post(server, "completions", {"prompt": "hi"})
+    assert requests.get(f"{server.url}/models", timeout=10).json()["data"][0]["id"] == "tiny"
+    metrics = requests.get(f"{server.root}/metrics", timeout=10).text
+    values = dict(line.split() for line in metrics.splitlines() if not line.startswith("#"))
+    assert int(values["dspark_finished_total"]) >= 1
+    assert int(values["dspark_tokens_total"]) >= 1
+    assert requests.get(f"{server.root}/health", timeout=10).json() == {"status": "ok"}
+
+
+def test_a_full_queue_gets_429(tiny: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = _Server(tiny, rows=1, max_queue=1)
+    held = threading.Event()
+    original = server.engine._batch.round
+
+    def slow() -> None:
+        held.wait(10)
+        original()
+
+    monkeypatch.setattr(server.engine._batch, "round", slow)
+    threads = []
+    statuses: list[int] = []
+    for seed in range(6):
+        body = {"prompt": "hi", "seed": seed, "max_tokens": 2}
+        threads.append(
+            threading.Thread(target=lambda b=body: statuses.append(_post(server, "completions", b).status_code))
+        )
+        threads[-1].start()
+        time.sleep(0.05)
+    held.set()
+    for thread in threads:
+        thread.join()
+    assert set(statuses) == {200, 429}
+    server.close()
+
+
+def test_a_client_that_goes_away_frees_its_row(tiny: Target) -> None:
+    server = _Server(tiny, rows=1)
+    body = {"prompt": "hi", "max_tokens": 120, "ignore_eos": True, "stream": True}
+    original = server.engine._batch.round
+
+    def slow() -> None:
+        time.sleep(0.05)
+        original()
+
+    server.engine._batch.round = slow  # type: ignore[method-assign]
+    reply = _post(server, "completions", body, stream=True)
+    next(reply.iter_lines())
+    reply.close()
+    deadline = time.time() + 10
+    while server.engine.num_running and time.time() < deadline:
+        time.sleep(0.02)
+    assert server.engine.num_running == 0
+    assert server.engine.counts["cancelled"] == 1
+    assert _post(server, "completions", {"prompt": "hi", "max_tokens": 2}).status_code == 200
+    server.close()
