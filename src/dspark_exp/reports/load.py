@@ -29,6 +29,7 @@ COLORS = {
 }
 MARKERS = {"plain": "o", "mtp1": "s", "fixed": "^", "threshold": "v", "prefix_scheduler": "P", "async_scheduler": "D"}
 _ALLOWED_LOSS = 0.03
+_VALID = 0.1  # share of throughput within which the simulator speaks for the engine
 
 
 def write_pareto(folder: Path, results: dict[str, Any]) -> Path:
@@ -126,10 +127,6 @@ def _paired(runs: Sequence[float], others: Sequence[float]) -> tuple[float, floa
 
 def _pareto_text(results: dict[str, Any]) -> str:
     rows = results["rows"]
-    arms = list(_by_arm(rows))
-    verdicts = frontier_verdicts(rows) if "async_scheduler" in arms else []
-    lost = [v["concurrency"] for v in verdicts if v["against_simple"] + v["noise"] < -_ALLOWED_LOSS]
-    off = [v["concurrency"] for v in verdicts if not v["on_frontier"]]
     parts = [
         f"# Throughput against speed of each user, {results['drafter']} on {results['target']}",
         "Closed loop on the real engine: so many users, each sends its next request when the last has ended. Medians "
@@ -141,51 +138,56 @@ def _pareto_text(results: dict[str, Any]) -> str:
         _grid(rows, lambda row: f"{row['tokens_per_s_per_user']:.0f}"),
         "## Verified draft tokens a request and round",
         _grid(rows, lambda row: f"{row['verified_per_round']:.1f}"),
+        *_scheduler_part(rows),
+        *_simulator_part([row for row in rows if row.get("simulated")]),
+        f"Checkpoint: {results['checkpoint']}.",
     ]
-    if verdicts:
-        parts += [
-            "## The asynchronous scheduler",
-            table(
-                [
-                    "users",
-                    "against the better of plain and fixed",
-                    "spread of the ratio",
-                    "on the frontier",
-                    "better arms",
-                ],
-                [
-                    [
-                        str(v["concurrency"]),
-                        f"{100 * v['against_simple']:+.1f} %",
-                        f"± {100 * v['noise']:.1f} %",
-                        "yes" if v["on_frontier"] else "NO",
-                        ", ".join(v["better"]) or "-",
-                    ]
-                    for v in verdicts
-                ],
-            ),
-            _verdict("It is on the frontier at every concurrency, within the spread.", "It is off the frontier at", off)
-            + " "
-            + _verdict(
-                "It is never more than 3 % below the better of plain and fixed.", "It is more than 3 % below at", lost
-            ),
-        ]
-    simulated = [row for row in rows if row.get("simulated")]
-    if simulated:
-        worst = max(simulated, key=lambda row: abs(row["simulated"] / row["throughput"] - 1))
-        error = worst["simulated"] / worst["throughput"] - 1
-        within = [abs(r["simulated"] / r["throughput"] - 1) <= 0.1 for r in simulated]
-        parts += [
-            "## The simulator against the engine",
-            _grid(simulated, lambda row: f"{100 * (row['simulated'] / row['throughput'] - 1):+.0f} %"),
-            "Simulated over measured throughput. The machine's speed drifts (other tenants); a row of the capacity "
-            "table is timed again between the runs at each number of users, and simulated seconds are scaled by it. "
-            f"{sum(within)} of {len(within)} points lie within 10 %; the worst is "
-            f"{100 * error:+.0f} % ({worst['arm']}, {worst['concurrency']} users)."
-            + ("" if all(within) else " Figures of the simulator count only where it is within 10 %."),
-        ]
-    parts.append(f"Checkpoint: {results['checkpoint']}.")
     return "\n\n".join(parts) + "\n"
+
+
+def _scheduler_part(rows: Sequence[dict[str, Any]]) -> list[str]:
+    if "async_scheduler" not in _by_arm(rows):
+        return []
+    verdicts = frontier_verdicts(rows)
+    lost = [v["concurrency"] for v in verdicts if v["against_simple"] + v["noise"] < -_ALLOWED_LOSS]
+    off = [v["concurrency"] for v in verdicts if not v["on_frontier"]]
+    lines = [
+        [
+            str(v["concurrency"]),
+            f"{100 * v['against_simple']:+.1f} %",
+            f"± {100 * v['noise']:.1f} %",
+            "yes" if v["on_frontier"] else "NO",
+            ", ".join(v["better"]) or "-",
+        ]
+        for v in verdicts
+    ]
+    header = ["users", "against the better of plain and fixed", "spread of the ratio", "on the frontier", "better arms"]
+    sentences = (
+        _verdict("It is on the frontier at every concurrency, within the spread.", "It is off the frontier at", off),
+        _verdict(
+            "It is never more than 3 % below the better of plain and fixed, within the spread.",
+            "It is more than 3 % below, beyond the spread, at",
+            lost,
+        ),
+    )
+    return ["## The asynchronous scheduler", table(header, lines), " ".join(sentences)]
+
+
+def _simulator_part(rows: Sequence[dict[str, Any]]) -> list[str]:
+    if not rows:
+        return []
+    errors = [row["simulated"] / row["throughput"] - 1 for row in rows]
+    worst = max(range(len(rows)), key=lambda i: abs(errors[i]))
+    within = sum(abs(error) <= _VALID for error in errors)
+    return [
+        "## The simulator against the engine",
+        _grid(rows, lambda row: f"{100 * (row['simulated'] / row['throughput'] - 1):+.0f} %"),
+        "Simulated over measured throughput. The machine's speed drifts (other tenants); a row of the capacity table "
+        "is timed again between the runs at each number of users, and simulated seconds are scaled by it. "
+        f"{within} of {len(rows)} points lie within 10 %; the worst is {100 * errors[worst]:+.0f} % "
+        f"({rows[worst]['arm']}, {rows[worst]['concurrency']} users)."
+        + ("" if within == len(rows) else " Figures of the simulator count only where it is within 10 %."),
+    ]
 
 
 def _grid(rows: Sequence[dict[str, Any]], cell: Any) -> str:

@@ -51,6 +51,7 @@ def run_reliability(job: Job) -> Path:
     results = _header(job, target, trained) | {
         "calibration": calibration.as_dict(),
         "methods": methods,
+        "sts_against_raw": _change(test, calibration.apply),
         "domains": {
             name: {"raw": _sheet(seen, None), "calibrated": _sheet(seen, calibration.apply)}
             for name, seen in groups.items()
@@ -155,14 +156,7 @@ def _sheet(seen: Observations, calibrate: Calibrate | None) -> dict[str, Any]:
 def _judged(seen: Observations, calibrate: Calibrate) -> dict[str, Any]:
     """Mean ECE and Brier of survivals over positions, with intervals over prompts."""
     survival = calibrate(seen.confidence).cumprod(1)
-    prompts = np.unique(seen.group)
-    members = [np.flatnonzero(seen.group == p) for p in prompts]
-    generator = np.random.default_rng(0)
-    samples = [
-        np.concatenate([members[i] for i in generator.integers(0, len(prompts), len(prompts))])
-        for _ in range(_RESAMPLES)
-    ]
-    low, high = interval(np.array([_mean_ece(seen, survival, chosen) for chosen in samples]))
+    low, high = interval(np.array([_mean_ece(seen, survival, chosen) for chosen in _resampled(seen)]))
     everything = np.arange(len(seen))
     brier = [
         float(((survival[seen.seen(k), k] - seen.survived(k)[seen.seen(k)]) ** 2).mean())
@@ -176,6 +170,26 @@ def _judged(seen: Observations, calibrate: Calibrate) -> dict[str, Any]:
         "mean_brier": float(np.mean(brier)),
         "ece": [_ece_at(seen, survival, everything, k) for k in range(seen.block_size)],
     }
+
+
+def _change(seen: Observations, calibrate: Calibrate) -> dict[str, float]:
+    """Mean ECE calibrated minus raw, and its interval over prompts drawn for both alike."""
+    raw, fitted = seen.confidence.cumprod(1), calibrate(seen.confidence).cumprod(1)
+    changes = [_mean_ece(seen, fitted, chosen) - _mean_ece(seen, raw, chosen) for chosen in _resampled(seen)]
+    low, high = interval(np.array(changes))
+    everything = np.arange(len(seen))
+    return {"change": _mean_ece(seen, fitted, everything) - _mean_ece(seen, raw, everything), "low": low, "high": high}
+
+
+def _resampled(seen: Observations) -> list[np.ndarray]:
+    """Rounds of prompts drawn with replacement, the same draws for everything that is compared."""
+    prompts = np.unique(seen.group)
+    members = [np.flatnonzero(seen.group == p) for p in prompts]
+    generator = np.random.default_rng(0)
+    return [
+        np.concatenate([members[i] for i in generator.integers(0, len(prompts), len(prompts))])
+        for _ in range(_RESAMPLES)
+    ]
 
 
 def _mean_ece(seen: Observations, survival: np.ndarray, rounds: np.ndarray) -> float:
