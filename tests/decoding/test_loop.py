@@ -11,7 +11,8 @@ import torch
 from scipy.stats import chisquare
 
 from dspark_exp.calibration import Calibration
-from dspark_exp.decoding import EarlyExit, Fixed, Full, Request, Sampling, SpeculativeLoop, Threshold
+from dspark_exp.decoding import DecodingBatch, EarlyExit, Fixed, Full, Request, Sampling, SpeculativeLoop, Threshold
+from dspark_exp.decoding import batch as batch_module
 from dspark_exp.drafters import BlockDrafter
 from dspark_exp.errors import ConfigError
 from dspark_exp.scheduling import AsyncScheduler, CapacityCurve, PrefixScheduler, Rounds, survivals
@@ -321,3 +322,19 @@ def test_the_two_token_counterexample_of_the_appendix(policy: str, confidences: 
         resampled_a = residual[0] / sum(residual)
         probability_of_a += 0.5 * (accept * (first == 0) + (1 - accept) * resampled_a)
     assert probability_of_a == pytest.approx(wanted_a)
+
+
+def test_features_do_not_pile_up_where_nothing_is_drafted(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_module, "_MOST_UNHEARD", 6)
+    batch = DecodingBatch(target, make_drafter("eagle3", target), make_cache, Sampling(0.0), Fixed(0), 2, 60)
+    batch.enter([(i, Request(PROMPTS[i], 30, 0, ignore_stop=True)) for i in range(2)])
+    for _ in range(20):
+        batch.round()
+        assert all(sum(len(run.following) for run in runs) <= 7 for runs in batch._unheard.values())
+    batch.policy = Full()
+    while not all(p.done for p in batch.active.values()):
+        batch.round()
+    endless = random_target(stop_ids=(99,))
+    for progress in batch.active.values():
+        wanted = _plain_greedy(endless, PROMPTS[progress.index], 30)
+        assert progress.generation.token_ids == wanted

@@ -28,6 +28,7 @@ from dspark_exp.decoding.verification import verify_block, verify_greedy
 
 MakeCache = Callable[[int, int, int, int, int], Any]
 Calibrate = Callable[[np.ndarray], np.ndarray]
+_MOST_UNHEARD = 256  # tokens of a request whose features wait for its next draft
 
 
 class DecodingTarget(Protocol):
@@ -208,7 +209,7 @@ class DecodingBatch:
         uniform = torch.stack([p.uniforms(2 * size + 1) for p in progress]).to(device)
         clock = time.perf_counter()
         drafting = self._drafting(progress)
-        self._extend([rows[index] for index in drafting])
+        self._extend(self._to_extend(rows, drafting))
         clock, self.clock.extend_s = time.perf_counter(), self.clock.extend_s + time.perf_counter() - clock
         proposal, lengths = None, np.zeros(len(rows), dtype=np.int64)
         if drafting:
@@ -228,6 +229,14 @@ class DecodingBatch:
         if self._early_exit is None:
             return list(range(len(progress)))
         return [i for i, request in enumerate(progress) if self._early_exit.drafts(request.generation.rounds)]
+
+    def _to_extend(self, rows: list[int], drafting: list[int]) -> list[int]:
+        """Rows that draft, and those whose features would pile up."""
+        if len(drafting) == len(rows) or self.drafter is None:
+            return rows if drafting else []
+        chosen = {rows[index] for index in drafting}
+        piled = (row for row in rows if sum(len(run.following) for run in self._unheard[row]) > _MOST_UNHEARD)
+        return sorted(chosen.union(piled))
 
     def _lengths(self, proposal: Proposal) -> np.ndarray:
         confidence = None

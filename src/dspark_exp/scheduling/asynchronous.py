@@ -49,7 +49,7 @@ class AsyncScheduler:
     reads_confidence = True
     MEMORY = 8
 
-    def __init__(self, curve: CapacityCurve, staleness: int = 2, probe_every: int = 32, margin: float = 0.02) -> None:
+    def __init__(self, curve: CapacityCurve, staleness: int = 2, probe_every: int = 64, margin: float = 0.02) -> None:
         if not 0 <= margin < 1:
             raise ConfigError(f"policy.margin={margin} must lie in [0, 1).")
         if staleness < 1 or probe_every < 1:

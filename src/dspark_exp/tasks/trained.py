@@ -50,8 +50,13 @@ def trained_drafter(job: Job, target: Target) -> Trained:
         path = job.folder / "checkpoints" / results["training"]["checkpoint"]
     step = load_drafter(path, drafter)
     log.info("Drafter: %s, step %d", path, step)
-    source = f"{path.parent.parent.name}, step {step}"
-    return Trained(for_decoding(config, target, drafter), stored_calibration(path), source, path)
+    source, calibration = f"{path.parent.parent.name}, step {step}", stored_calibration(path)
+    if calibration is None and getattr(drafter, "confidence_head", None) is not None:
+        log.warning(
+            "%s holds no calibration: schedulers see raw confidences (+experiment=reliability fits one into it)",
+            path,
+        )
+    return Trained(for_decoding(config, target, drafter), calibration, source, path)
 
 
 def with_drafter(job: Job, name: str) -> Job:
