@@ -96,7 +96,7 @@ class Bench:
         ]
 
     def serve(self, arm: Arm, concurrency: int, requests: Sequence[Request]) -> LoadResult:
-        """A load test on a fresh engine, after two requests that warm it up and tell schedulers what drafts are worth."""
+        """A load test on a fresh engine, after two requests that warm it up and tell schedulers what drafts bring."""
         drafter = arm.trained.drafter if arm.trained is not None else None
         calibration = arm.trained.calibration if arm.trained is not None else None
         block = drafter.block_size if drafter is not None else 0
@@ -112,7 +112,7 @@ class Bench:
             arm.early_exit,
         )
         engine = Engine(batch)
-        warm_up = [Request(r.prompt_ids, min(24, r.max_new_tokens), r.seed, ignore_stop=True) for r in requests[:2]]
+        warm_up = [Request(r.prompt_ids, min(24, r.max_new_tokens), r.seed) for r in requests[:2]]
         drive(engine, warm_up, concurrency=2)
         return drive(engine, requests, concurrency=concurrency)
 
