@@ -128,7 +128,7 @@ def test_a_trained_drafter_travels_out_and_back_in_with_the_same_numbers() -> No
 
 
 def test_export_without_anything_to_export_says_what_to_do() -> None:
-    with pytest.raises(CheckpointError, match=r"Train first.*export\.checkpoint"):
+    with pytest.raises(CheckpointError, match=r"Train first.*checkpoint="):
         run_export(_job("task=export"))
     with pytest.raises(ConfigError, match=r"export\.dtype='int4'"):
         run_export(_job("task=export", "export.dtype=int4"))

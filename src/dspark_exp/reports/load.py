@@ -14,6 +14,7 @@ import numpy as np
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import ScalarFormatter
 
 from dspark_exp.reports.confidence import write_files
 from dspark_exp.reports.figures import save_figure
@@ -223,6 +224,7 @@ def write_load_adaptive(folder: Path, results: dict[str, Any]) -> Path:
         axes, ("tokens per second, all users", "verified draft tokens a request and round"), strict=True
     ):
         axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter(ScalarFormatter())
         axis.set_xlabel("users")
         axis.set_ylabel(label)
         axis.set_ylim(0)
