@@ -189,6 +189,7 @@ def run_pareto(job: Job) -> Path:
     bench = Bench.of(job)
     arms = [bench.arm(name) for name in job.config.load.arms]
     rows = bench.measure(arms)
+    write_pareto(bench.folder, bench.header() | {"rows": rows})  # what was measured is kept, whatever comes next
     answers = bench.answers()
     for row in rows:
         arm = next(a for a in arms if a.name == row["arm"])
