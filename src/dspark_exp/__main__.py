@@ -7,23 +7,21 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import hydra
 from omegaconf import DictConfig
 
+from dspark_exp.config import conf_folder, resolved_dict, validated
 from dspark_exp.errors import ConfigError, DsparkError
 
 log = logging.getLogger("dspark_exp")
-_HERE = Path(__file__).parent
-CONF = _HERE / "conf" if (_HERE / "conf").is_dir() else _HERE.parents[1] / "conf"  # config.conf_folder, unimported
+CONF = conf_folder()
 _QUIET = ("lightning.pytorch", "lightning.fabric", "httpx", "alembic", "mlflow")
 
 
 def run(composed: DictConfig) -> None:
     """Validate the config and hand over to its task."""
-    from dspark_exp.config import resolved_dict, validated  # heavy imports after --help and --cfg are served
-    from dspark_exp.tasks import (
+    from dspark_exp.tasks import (  # heavy imports after --help and --cfg are served
         confidence,
         estimate,
         export,

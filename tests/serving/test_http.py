@@ -181,3 +181,26 @@ def test_a_client_that_goes_away_frees_its_row(tiny: Target) -> None:
     assert server.engine.counts["cancelled"] == 1
     assert _post(server, "completions", {"prompt": "hi", "max_tokens": 2}).status_code == 200
     server.close()
+
+
+def test_many_open_requests_do_not_hold_up_one_that_ends(tiny: Target) -> None:
+    """More than a pool of threads could wait for."""
+    server = _Server(tiny, rows=40, max_queue=64)
+    original = server.engine._batch.round
+
+    def slow() -> None:
+        time.sleep(0.05)
+        original()
+
+    server.engine._batch.round = slow  # type: ignore[method-assign]
+    body = {"prompt": "hi", "max_tokens": 120, "ignore_eos": True}
+    threads = [threading.Thread(target=_post, args=(server, "completions", body)) for _ in range(36)]
+    for thread in threads:
+        thread.start()
+    while server.engine.num_running < len(threads):
+        time.sleep(0.01)
+    assert _post(server, "completions", {"prompt": "hi", "max_tokens": 1}).status_code == 200
+    assert server.engine.counts["finished"] == 1
+    for thread in threads:
+        thread.join()
+    server.close()

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dspark_exp.calibration import read_calibration
+from dspark_exp.calibration import Calibration, read_calibration
 from dspark_exp.config import resolved_dict, validated
 from dspark_exp.errors import ConfigError
 from dspark_exp.tasks import confidence, export, load, profile_capacity, serve
-from dspark_exp.tasks.calibrate import stored_calibration
 from dspark_exp.tasks.train_eval import Job, train_eval
 from dspark_exp.tasks.trained import finished_checkpoint, trained_drafter
 from tests.conftest import composed
@@ -57,7 +56,7 @@ def test_the_calibration_lies_inside_the_checkpoint(folder: Path) -> None:
     job = _job(folder)
     path = finished_checkpoint(job.config, job.plain)
     assert path is not None
-    stored = stored_calibration(path)
+    stored = Calibration.of_dict(torch.load(path, weights_only=True)["calibration"])
     assert stored is not None
     assert stored.as_dict() == json.loads(job.results_path.read_text())["calibration"]
     assert len(stored.fitted_on) == 16

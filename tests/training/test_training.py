@@ -15,8 +15,9 @@ from lightning.pytorch.callbacks import Callback
 from dspark_exp.errors import CheckpointError, ConfigError
 from dspark_exp.tasks import train_eval as recipe
 from dspark_exp.tasks.building import build_drafter, open_target
+from dspark_exp.tasks.checkpoints import load_drafter
 from dspark_exp.tasks.prepare_data import prepare_data
-from dspark_exp.tasks.train_eval import Job, load_drafter, train_eval
+from dspark_exp.tasks.train_eval import Job, train_eval
 from dspark_exp.training import Optimization, as_features, callbacks, collate
 
 MakeJob = Callable[..., Job]

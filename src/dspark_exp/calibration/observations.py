@@ -100,25 +100,13 @@ def logit(confidence: np.ndarray) -> np.ndarray:
     return np.log(inside) - np.log1p(-inside)
 
 
-def expected_calibration_error(predicted: np.ndarray, outcome: np.ndarray) -> float:
-    """ECE over 20 equal-width bins; NaN without predictions.
-
-    Args:
-        predicted: [N] probabilities, or [T, N]: one value for each of T predictions of the same outcomes.
-        outcome: [N] booleans.
-    """
-    return float(_ece(np.asarray(predicted)[None], np.asarray(outcome))[0])
-
-
-def _ece(predicted_TN: np.ndarray, outcome_N: np.ndarray) -> np.ndarray:
-    trials, count = predicted_TN.shape
-    if count == 0:
-        return np.full(trials, np.nan)
-    index = np.minimum((predicted_TN * NUM_BINS).astype(np.int64), NUM_BINS - 1)
-    flat = (index + np.arange(trials)[:, None] * NUM_BINS).ravel()
-    difference = (predicted_TN - outcome_N).ravel()
-    sums = np.bincount(flat, weights=difference, minlength=trials * NUM_BINS).reshape(trials, NUM_BINS)
-    return np.abs(sums).sum(1) / count
+def expected_calibration_error(predicted_N: np.ndarray, outcome_N: np.ndarray) -> float:
+    """ECE of probabilities against booleans over 20 equal-width bins; NaN without predictions."""
+    if not len(predicted_N):
+        return float("nan")
+    index = np.minimum((predicted_N * NUM_BINS).astype(np.int64), NUM_BINS - 1)
+    sums = np.bincount(index, weights=predicted_N - outcome_N, minlength=NUM_BINS)
+    return float(np.abs(sums).sum() / len(predicted_N))
 
 
 def read_shards(pattern: str) -> Observations:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dspark_exp.calibration.observations import Observations, _ece, sigmoid
+from dspark_exp.calibration.observations import Observations, expected_calibration_error, sigmoid
 from dspark_exp.errors import ConfigError
 
 TOLERANCE = 0.5  # standard errors of an ECE within which two temperatures count as equally good
@@ -117,8 +117,8 @@ def fit_sts(observations: Observations, dataset: str = "") -> Calibration:
         temperatures.append(best)
         fitted = fitted * sigmoid(z / best)
         raw = raw * sigmoid(z)
-        before.append(float(_ece(raw[None, seen], outcome[seen])[0]))
-        after.append(float(_ece(fitted[None, seen], outcome[seen])[0]))
+        before.append(expected_calibration_error(raw[seen], outcome[seen]))
+        after.append(expected_calibration_error(fitted[seen], outcome[seen]))
     return Calibration(
         tuple(temperatures), dataset, observations.digest(), len(observations), tuple(before), tuple(after)
     )
@@ -127,7 +127,7 @@ def fit_sts(observations: Observations, dataset: str = "") -> Calibration:
 def _best_temperature(earlier: np.ndarray, logits: np.ndarray, outcome: np.ndarray) -> float:
     """The temperature nearest 1 whose ECE is within ``TOLERANCE`` standard errors of the lowest."""
     predicted = [earlier * sigmoid(logits / t) for t in GRID]
-    errors = np.array([_ece(p[None], outcome)[0] for p in predicted])
+    errors = np.array([expected_calibration_error(p, outcome) for p in predicted])
     best = predicted[int(errors.argmin())]
     standard_error = float(np.sqrt(((best - outcome) ** 2).sum()) / len(outcome))
     good = np.flatnonzero(errors <= errors.min() + TOLERANCE * standard_error)

@@ -100,6 +100,11 @@ class _Features:
     following: list[int]  # [n]
 
 
+def positions_needed(request: Request, block_size: int) -> int:
+    """Positions of a row that a request may fill: prompt, new tokens, and one block with its anchor more."""
+    return len(request.prompt_ids) + request.max_new_tokens + block_size + 1
+
+
 class DecodingBatch:
     """``num_rows`` rows of the caches and the requests in them.
 
@@ -149,7 +154,7 @@ class DecodingBatch:
 
     def needs(self, request: Request) -> int:
         """Positions of a row that a request may fill."""
-        return len(request.prompt_ids) + request.max_new_tokens + self.block_size + 1
+        return positions_needed(request, self.block_size)
 
     @torch.no_grad()
     def enter(self, requests: Sequence[tuple[int, Request]]) -> None:

@@ -9,9 +9,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from dspark_exp.decoding.batch import Calibrate, Clock, DecodingBatch, DecodingDrafter, DecodingTarget, MakeCache
+from dspark_exp.decoding.batch import (
+    Calibrate,
+    Clock,
+    DecodingBatch,
+    DecodingDrafter,
+    DecodingTarget,
+    MakeCache,
+    positions_needed,
+)
 from dspark_exp.decoding.early_exit import EarlyExit
-from dspark_exp.decoding.policies import Full, VerificationPolicy
+from dspark_exp.decoding.policies import Full, VerificationPolicy, check_policy
 from dspark_exp.decoding.requests import Generation, Request
 from dspark_exp.decoding.sampling import Sampling
 from dspark_exp.errors import ConfigError
@@ -47,7 +55,7 @@ class SpeculativeLoop:
         self._calibrate, self._early_exit = calibrate, early_exit
         self.clock = Clock()
         if drafter is not None:
-            self.policy.check(drafter.block_size, getattr(drafter, "confidence_head", None) is not None)
+            check_policy(self.policy, drafter)
 
     def run(
         self, requests: Sequence[Request], on_finished: Callable[[int, Generation], None] | None = None
@@ -75,7 +83,7 @@ class SpeculativeLoop:
     def _open(self, requests: Sequence[Request]) -> DecodingBatch:
         num_rows = min(self.batch_size, len(requests))
         block_size = self.drafter.block_size if self.drafter is not None else 0
-        longest = max(len(r.prompt_ids) + r.max_new_tokens for r in requests) + block_size + 1
+        longest = max(positions_needed(r, block_size) for r in requests)
         return DecodingBatch(
             self.target,
             self.drafter,

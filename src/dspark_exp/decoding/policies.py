@@ -8,11 +8,12 @@ policies, too.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from dspark_exp.errors import ConfigError
+from dspark_exp.scheduling import need_confidence
 
 
 class VerificationPolicy(Protocol):
@@ -33,6 +34,11 @@ class VerificationPolicy(Protocol):
 
     def lengths(self, confidence_RG: np.ndarray | None, num_requests: int, block_size: int) -> np.ndarray:
         """[R] integers within 0..G."""
+
+
+def check_policy(policy: VerificationPolicy, drafter: Any) -> None:
+    """Raise ConfigError if the drafter cannot be verified by this policy."""
+    policy.check(drafter.block_size, getattr(drafter, "confidence_head", None) is not None)
 
 
 class _Static:
@@ -89,11 +95,7 @@ class Threshold(_Static):
         """Needs a confidence head and a threshold in [0, 1]."""
         if not 0 <= self.threshold <= 1:
             raise ConfigError(f"policy.threshold={self.threshold} must lie in [0, 1].")
-        if not has_confidence:
-            raise ConfigError(
-                "policy=threshold needs a drafter with a confidence head "
-                "(drafter.network.confidence_head=true); this one has none."
-            )
+        need_confidence("threshold", has_confidence)
 
     def lengths(self, confidence_RG: np.ndarray | None, num_requests: int, block_size: int) -> np.ndarray:
         assert confidence_RG is not None

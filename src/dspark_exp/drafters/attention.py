@@ -8,14 +8,12 @@ Shapes: N sequences, S context tokens, A anchors, G slots, H heads, K key/value 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from dspark_exp.errors import ConfigError
+from dspark_exp.flex import flex_kernel
 
 BACKENDS = ("auto", "eager", "sdpa", "flex")
 
@@ -74,8 +72,7 @@ def attend_blocks(
             query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped
         )
     else:
-        kernel: Any = _compiled_flex() if query.is_cuda else flex_attention
-        out = kernel(query, key, value, block_mask=mask, scale=scale, enable_gqa=grouped)
+        out = flex_kernel(query.is_cuda)(query, key, value, block_mask=mask, scale=scale, enable_gqa=grouped)
     return out.transpose(1, 2).reshape(shape)
 
 
@@ -138,12 +135,3 @@ def _eager(
     from_block = weights[..., s:] @ block_value.permute(0, 3, 1, 2, 4)
     out = from_context.view(n, k, a, h // k, g, d) + from_block.view(n, k, a, h // k, g, d)
     return out.permute(0, 2, 4, 1, 3, 5).reshape(n, a, g, h, d)
-
-
-_FLEX: list[Callable[..., Tensor]] = []
-
-
-def _compiled_flex() -> Callable[..., Tensor]:
-    if not _FLEX:
-        _FLEX.append(torch.compile(flex_attention, dynamic=True))
-    return _FLEX[0]

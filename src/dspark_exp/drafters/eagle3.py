@@ -40,6 +40,7 @@ class Eagle3Drafter(nn.Module):
     """
 
     autoregressive = True
+    confidence_head = None
     num_layers = 1
 
     def __init__(

@@ -72,7 +72,7 @@ def export_drafter(
         error, golden = _read_back(partial, drafter, target, dtype)
         save_file(golden, partial / "golden.safetensors")
         fitted = None
-        if getattr(drafter, "confidence_head", None) is not None:
+        if drafter.confidence_head is not None:
             fitted = calibration or identity(int(drafter.block_size))  # type: ignore[arg-type]
             (partial / "sts.json").write_text(json.dumps(fitted.as_dict(), indent=2) + "\n")
         if capacity is not None:

@@ -81,3 +81,7 @@ class AcceptanceByPosition(Metric):
             "survival": self.accepted / self.verified,
             "counts": self.reached,
         }
+
+    def columns(self) -> dict[str, list[float]]:
+        """``compute`` as lists by position; torchmetrics makes a scalar of a single one."""
+        return {name: values.reshape(-1).tolist() for name, values in self.compute().items()}

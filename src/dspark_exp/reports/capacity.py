@@ -5,8 +5,6 @@ In: a capacity table. Out: results.json, a figure, CSV and text.
 
 from __future__ import annotations
 
-import csv
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from dspark_exp.reports.figures import save_figure
+from dspark_exp.reports.files import write_report
 from dspark_exp.reports.markdown import table
 
 _BY_CONTEXT = ("context_lengths", "seconds", "spread")
@@ -26,15 +25,13 @@ def write_capacity_report(folder: Path, target: str, capacity: dict[str, Any]) -
     """Files of ``reports/capacity/<target>/`` from a capacity table as it is stored."""
     folder.mkdir(parents=True, exist_ok=True)
     results = {"experiment": "capacity", "target": target, **capacity}
-    (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    with (folder / "capacity.csv").open("w", newline="") as stream:
-        writer = csv.writer(stream)
-        writer.writerow(("context", "tokens", "seconds", "spread", "steps_per_s"))
-        for context, seconds, spread in zip(*(capacity[k] for k in _BY_CONTEXT), strict=True):
-            for row in zip(capacity["tokens"], seconds, spread, strict=True):
-                writer.writerow((context, *row, 1 / row[1]))
+    rows = [
+        {"context": context, "tokens": b, "seconds": s, "spread": d, "steps_per_s": 1 / s}
+        for context, seconds, spread in zip(*(capacity[k] for k in _BY_CONTEXT), strict=True)
+        for b, s, d in zip(capacity["tokens"], seconds, spread, strict=True)
+    ]
     _figure(capacity, target, folder / "capacity.png")
-    (folder / "report.md").write_text(_text(capacity, target))
+    write_report(folder, results, _text(capacity, target), rows, "capacity.csv")
 
 
 def _figure(capacity: dict[str, Any], target: str, path: Path) -> None:

@@ -5,8 +5,6 @@ In: results. Out: results.json, figures, CSV and text in one folder. Knows nothi
 
 from __future__ import annotations
 
-import csv
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,24 +16,12 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from dspark_exp.reports.figures import save_figure
+from dspark_exp.reports.files import write_report
 from dspark_exp.reports.markdown import table
 
 RAW, CALIBRATED, GREY = "#D55E00", "#0072B2", "#999999"
 _SHOWN_POSITIONS = (1, 3, 5, 7)
 _ENOUGH = 500  # rounds from which a position's AUROC counts
-
-
-def write_files(folder: Path, results: dict[str, Any], text: str, rows: Sequence[dict[str, Any]]) -> Path:
-    """results.json, table.csv and report.md; returns the report's path."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "results.json").write_text(json.dumps(_without_nan(results), indent=1) + "\n")
-    with (folder / "table.csv").open("w", newline="") as stream:
-        writer = csv.DictWriter(stream, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    path = folder / "report.md"
-    path.write_text(text)
-    return path
 
 
 def write_reliability(folder: Path, results: dict[str, Any]) -> Path:
@@ -57,7 +43,7 @@ def write_reliability(folder: Path, results: dict[str, Any]) -> Path:
         for raw, fitted in [(pair["raw"], pair["calibrated"])]
         for k in range(len(raw["counts"]))
     ]
-    return write_files(folder, results, _reliability_text(results), rows)
+    return write_report(folder, results, _reliability_text(results), rows)
 
 
 def _reliability_figure(results: dict[str, Any], path: Path) -> None:
@@ -173,7 +159,7 @@ def write_threshold(folder: Path, results: dict[str, Any]) -> Path:
         for domain, of_domain in results["domains"].items()
         for row in of_domain
     ]
-    return write_files(folder, results, _threshold_text(results), rows)
+    return write_report(folder, results, _threshold_text(results), rows)
 
 
 def _threshold_figure(results: dict[str, Any], path: Path) -> None:
@@ -274,7 +260,7 @@ def write_shift(folder: Path, results: dict[str, Any]) -> Path:
         for name, of_name in results["matrix"].items()
         for domain, cell in of_name.items()
     ]
-    return write_files(folder, results, _shift_text(results), rows)
+    return write_report(folder, results, _shift_text(results), rows)
 
 
 def lost_throughput(matrix: dict[str, Any], name: str, domain: str) -> float:
@@ -349,12 +335,3 @@ def _percent(value: float | None) -> str:
 
 def _number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None or math.isnan(value) else f"{value:.{digits}f}"
-
-
-def _without_nan(value: Any) -> Any:
-    """JSON has no NaN."""
-    if isinstance(value, dict):
-        return {key: _without_nan(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(part) for part in value]
-    return None if isinstance(value, float) and math.isnan(value) else value

@@ -16,8 +16,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import ScalarFormatter
 
-from dspark_exp.reports.confidence import write_files
 from dspark_exp.reports.figures import save_figure
+from dspark_exp.reports.files import write_report
 from dspark_exp.reports.markdown import table
 
 COLORS = {
@@ -37,7 +37,7 @@ def write_pareto(folder: Path, results: dict[str, Any]) -> Path:
     """``reports/pareto/<target>/``."""
     folder.mkdir(parents=True, exist_ok=True)
     _pareto_figure(results, folder / "pareto.png")
-    return write_files(folder, results, _pareto_text(results), results["rows"])
+    return write_report(folder, results, _pareto_text(results), results["rows"])
 
 
 def _by_arm(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -247,7 +247,7 @@ def write_load_adaptive(folder: Path, results: dict[str, Any]) -> Path:
         _grid(results["rows"], lambda row: f"{row['verified_per_round']:.2f}"),
         f"Checkpoint: {results['checkpoint']}.",
     ]
-    return write_files(folder, results, "\n\n".join(parts) + "\n", results["rows"])
+    return write_report(folder, results, "\n\n".join(parts) + "\n", results["rows"])
 
 
 def write_early_exit(folder: Path, results: dict[str, Any]) -> Path:
@@ -304,7 +304,7 @@ def write_early_exit(folder: Path, results: dict[str, Any]) -> Path:
         _grid(rows, lambda row: f"{row['throughput']:.0f}"),
         f"Checkpoint: {results['checkpoint']}.",
     ]
-    return write_files(folder, results, "\n\n".join(parts) + "\n", rows)
+    return write_report(folder, results, "\n\n".join(parts) + "\n", rows)
 
 
 def write_staleness(folder: Path, results: dict[str, Any]) -> Path:
@@ -350,7 +350,7 @@ def write_staleness(folder: Path, results: dict[str, Any]) -> Path:
         f"The most that age costs here: {100 * worst:.2f} %. The paper uses age 2 and measures no other.",
         f"Checkpoint: {results['checkpoint']}.",
     ]
-    return write_files(folder, results, "\n\n".join(parts) + "\n", rows)
+    return write_report(folder, results, "\n\n".join(parts) + "\n", rows)
 
 
 def _color(arm: str) -> str:

@@ -2,7 +2,7 @@
 
 from dspark_exp.scheduling.asynchronous import AsyncScheduler
 from dspark_exp.scheduling.capacity import CapacityCurve, CapacityTable, Rounds, read_table
-from dspark_exp.scheduling.prefix import PrefixScheduler, Ranking, greedy_prefix, rank, survivals
+from dspark_exp.scheduling.prefix import PrefixScheduler, Ranking, greedy_prefix, need_confidence, rank, survivals
 
 __all__ = [
     "AsyncScheduler",
@@ -12,6 +12,7 @@ __all__ = [
     "Ranking",
     "Rounds",
     "greedy_prefix",
+    "need_confidence",
     "rank",
     "read_table",
     "survivals",

@@ -80,8 +80,7 @@ class AsyncScheduler:
         if 0 < self._undrafted < self._pause:
             self._undrafted += 1
             return False
-        known = [older for older in self._older if self._time - older.time >= self.staleness]
-        expected = [self._best(older, num_requests)[1] for older in known]
+        expected = [self._best(older, num_requests)[1] for older in self._old_enough()]
         pays = not expected or sum(expected) / len(expected) > num_requests / self.curve.plain_s(num_requests)
         if pays:
             self._pause = 1
@@ -96,12 +95,14 @@ class AsyncScheduler:
         assert confidence_RG is not None
         ranking = rank(survivals(confidence_RG))
         capacity = num_requests * block_size
-        old_enough = [older for older in self._older if self._time - older.time >= self.staleness]
-        if old_enough or self._older:
-            older = old_enough[-1] if old_enough else self._older[0]
+        if self._older:
+            older = (self._old_enough() or [self._older[0]])[-1]
             capacity = min(capacity, self._best(older, num_requests)[0])
         self._older.append(_Older(self._time, ranking.tokens, num_requests))
         return ranking.lengths(capacity, num_requests)
+
+    def _old_enough(self) -> list[_Older]:
+        return [older for older in self._older if self._time - older.time >= self.staleness]
 
     def _best(self, older: _Older, num_requests: int) -> tuple[int, float]:
         """K and expected tokens per second, for the older survivals spread over the requests there are now."""

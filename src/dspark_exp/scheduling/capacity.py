@@ -142,7 +142,7 @@ class CapacityTable:
     def curve(self, context: float | None = None) -> CapacityCurve:
         """The curve at a context length, on the line between the two measured around it; null = the shortest.
 
-        Whole rounds, which were measured at the shortest, take longer by as much as the pass does.
+        Whole rounds take longer than at the shortest by as much as the pass does.
         """
         seconds, shortest = np.asarray(self.seconds), self.context_lengths[0]
         at = shortest if context is None else context

@@ -19,6 +19,7 @@ from dspark_exp.errors import DataError, DsparkError
 
 log = logging.getLogger(__name__)
 OnTokens = Callable[[list[int]], None]
+OnEnd = Callable[[], None]
 
 
 class QueueFull(DsparkError):
@@ -38,6 +39,7 @@ class Ticket:
     request: Request
     on_tokens: OnTokens | None
     submitted_at: float
+    on_end: OnEnd | None = None
     status: str = "waiting"
     error: str = ""
     first_token_at: float = 0.0
@@ -84,8 +86,8 @@ class Engine:
 
     # any thread
 
-    def submit(self, request: Request, on_tokens: OnTokens | None = None) -> Ticket:
-        """Queue a request; ``on_tokens`` is called with new tokens from the engine's thread.
+    def submit(self, request: Request, on_tokens: OnTokens | None = None, on_end: OnEnd | None = None) -> Ticket:
+        """Queue a request; ``on_tokens`` gets new tokens, ``on_end`` follows the last, from the engine's thread.
 
         Raises:
             DataError: an empty prompt, no new tokens, or more positions than a row of the cache has.
@@ -96,7 +98,7 @@ class Engine:
             if len(self._waiting) >= self._max_queue:
                 self.counts["rejected"] += 1
                 raise QueueFull(f"{self._max_queue} requests wait already; try again later (serving.max_queue).")
-            ticket = Ticket(self._next_number, request, on_tokens, time.perf_counter())
+            ticket = Ticket(self._next_number, request, on_tokens, time.perf_counter(), on_end)
             self._next_number += 1
             self.counts["submitted"] += 1
             self._waiting.append(ticket)
@@ -213,6 +215,11 @@ class Engine:
             self.counts[status] += 1
             ticket.status, ticket.error, ticket.finished_at = status, error, time.perf_counter()
         ticket.ended.set()
+        if ticket.on_end is not None:
+            try:
+                ticket.on_end()
+            except Exception:  # the caller's fault; the request has ended all the same
+                log.exception("on_end of request %d failed", ticket.number)
 
     def _drop_cancelled(self) -> None:
         with self._lock:

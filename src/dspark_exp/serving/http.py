@@ -94,17 +94,15 @@ class Front:
         queue: asyncio.Queue[list[int] | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
-        def hand_over(tokens: list[int]) -> None:
+        def hand_over(tokens: list[int] | None = _END) -> None:
             loop.call_soon_threadsafe(queue.put_nowait, tokens)
 
         try:
-            ticket = self.engine.submit(request, hand_over)
+            ticket = self.engine.submit(request, hand_over, on_end=hand_over)
         except DataError as error:
             return _error(400, str(error))
         except QueueFull as error:
             return _error(429, str(error), {"Retry-After": "1"})
-        ended = asyncio.create_task(asyncio.to_thread(ticket.ended.wait))
-        ended.add_done_callback(lambda _: queue.put_nowait(_END))
         reply = _Reply(self, ticket, request, chat)
         if streams:
             events = self._events(reply, queue)

@@ -6,16 +6,14 @@ the rows in it and no others. Equal to the padded attention of ``ragged``; which
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask
+
+from dspark_exp.flex import flex_kernel
 
 TILE = 128  # queries and keys of one tile; rows of the cache start at a multiple of it
-_COMPILED: list[Callable[..., Tensor]] = []
 
 
 def tile_mask(
@@ -61,13 +59,6 @@ def attend(query_BHD: Tensor, keys_KRLD: Tensor, values_KRLD: Tensor, mask: Bloc
     num_rows = mask.seq_lengths[1] // keys_KRLD.shape[2]
     keys, values = (part[:, :num_rows].flatten(1, 2)[None] for part in (keys_KRLD, values_KRLD))
     query = query_BHD.to(keys.dtype).transpose(0, 1)[None]
-    kernel: Any = _compiled() if query.is_cuda else flex_attention
     grouped = query.shape[1] != keys.shape[1]
-    out = kernel(query, keys, values, block_mask=mask, scale=scale, enable_gqa=grouped)
+    out = flex_kernel(query.is_cuda)(query, keys, values, block_mask=mask, scale=scale, enable_gqa=grouped)
     return out[0].transpose(0, 1)
-
-
-def _compiled() -> Callable[..., Tensor]:
-    if not _COMPILED:
-        _COMPILED.append(torch.compile(flex_attention, dynamic=True))
-    return _COMPILED[0]

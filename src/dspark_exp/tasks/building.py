@@ -19,7 +19,7 @@ from dspark_exp.config import ExperimentConfig, SamplingConfig
 from dspark_exp.contracts import FrozenHead
 from dspark_exp.data import language
 from dspark_exp.data.benchmarks import BenchmarkSpec, HubSource, Prompt, benchmark_prompts, synthetic_prompts
-from dspark_exp.decoding import EarlyExit, Sampling, SpeculativeLoop, VerificationPolicy
+from dspark_exp.decoding import DecodingBatch, EarlyExit, Sampling, SpeculativeLoop, VerificationPolicy
 from dspark_exp.drafters import in_dtype
 from dspark_exp.errors import ConfigError
 from dspark_exp.interop import load_weights, read_config
@@ -207,13 +207,28 @@ def build_loop(
     early_exit: EarlyExit | None = None,
 ) -> SpeculativeLoop:
     """A decoding loop whose drafter keeps its keys in the same kind of cache as the target."""
-
     calibrate = calibration.apply if calibration is not None else None
-    make_cache = cache_maker(target, drafter)
+    make_cache = _cache_maker(target, drafter)
     return SpeculativeLoop(target, drafter, make_cache, sampling, policy, batch_size, calibrate, early_exit)
 
 
-def cache_maker(target: Target, drafter: Any) -> Callable[[int, int, int, int, int], RaggedKVCache]:
+def build_batch(
+    target: Target,
+    drafter: Any,
+    sampling: Sampling,
+    policy: VerificationPolicy,
+    num_rows: int,
+    max_length: int,
+    calibration: Calibration | None = None,
+    early_exit: EarlyExit | None = None,
+) -> DecodingBatch:
+    """Requests in flight whose drafter keeps its keys in the same kind of cache as the target."""
+    calibrate = calibration.apply if calibration is not None else None
+    make_cache = _cache_maker(target, drafter)
+    return DecodingBatch(target, drafter, make_cache, sampling, policy, num_rows, max_length, calibrate, early_exit)
+
+
+def _cache_maker(target: Target, drafter: Any) -> Callable[[int, int, int, int, int], RaggedKVCache]:
     """Makes the drafter's key/value rows."""
 
     def make_cache(layers: int, rows: int, kv_heads: int, max_length: int, head_dim: int) -> RaggedKVCache:

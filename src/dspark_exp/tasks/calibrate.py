@@ -1,4 +1,4 @@
-"""Recipe: fit Sequential Temperature Scaling on prompts that evaluation does not use, and keep it in the checkpoint."""
+"""Recipe: fit Sequential Temperature Scaling on prompts that evaluation does not use."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dspark_exp.calibration import Calibration, Observations, fit_sts, read_shards
 from dspark_exp.config import ExperimentConfig
-from dspark_exp.errors import CheckpointError, ConfigError, DataError
+from dspark_exp.data.benchmarks import Prompt
+from dspark_exp.errors import ConfigError, DataError
 from dspark_exp.targets import Target
 from dspark_exp.tasks.building import load_benchmarks
 from dspark_exp.tasks.evaluate import record_rounds
@@ -37,6 +36,21 @@ def calibration_options(config: ExperimentConfig) -> tuple[int, str | None]:
     return given["num_prompts"], given["from"]
 
 
+def held_out_prompts(config: ExperimentConfig, num_prompts: int) -> dict[str, list[Prompt]]:
+    """Prompts that evaluation does not use, by benchmark.
+
+    Raises:
+        DataError: there are none.
+    """
+    prompts = load_benchmarks(config, held_out=num_prompts)
+    if not prompts:
+        raise DataError(
+            "No benchmark has a prompt left for calibration beside those of evaluation: lower "
+            "benchmark.num_prompts, give calibration.from=<recorded shards>, or calibration.num_prompts=0."
+        )
+    return prompts
+
+
 def calibrate(config: ExperimentConfig, target: Target, drafter: Any) -> Calibration | None:
     """Temperatures of a trained drafter, or None where it predicts no confidence or calibration is off.
 
@@ -47,7 +61,7 @@ def calibrate(config: ExperimentConfig, target: Target, drafter: Any) -> Calibra
         DataError: unreadable shards, shards of another block size, or no prompt left beside those of evaluation.
     """
     num_prompts, shards = calibration_options(config)
-    if getattr(drafter, "confidence_head", None) is None or (num_prompts == 0 and shards is None):
+    if drafter.confidence_head is None or (num_prompts == 0 and shards is None):
         return None
     if shards is not None:
         observations, source = read_shards(shards), f"served traffic ({Path(shards).name})"
@@ -57,13 +71,7 @@ def calibrate(config: ExperimentConfig, target: Target, drafter: Any) -> Calibra
                 f"drafts {drafter.block_size}."
             )
     else:
-        prompts = load_benchmarks(config, held_out=num_prompts)
-        if not prompts:
-            raise DataError(
-                "No benchmark has a prompt left for calibration beside those of evaluation: lower "
-                "benchmark.num_prompts, give calibration.from=<recorded shards>, or calibration.num_prompts=0."
-            )
-        rounds = record_rounds(config, target, drafter, prompts)
+        rounds = record_rounds(config, target, drafter, held_out_prompts(config, num_prompts))
         observations = Observations.of_rounds([prompt for of_name in rounds.values() for prompt in of_name])
         source = ", ".join(rounds)
     calibration = fit_sts(observations, source)
@@ -73,26 +81,3 @@ def calibrate(config: ExperimentConfig, target: Target, drafter: Any) -> Calibra
         " ".join(f"{t:.2f}" for t in calibration.temperatures),
     )
     return calibration
-
-
-def store_calibration(path: Path, calibration: Calibration) -> None:
-    """Put the calibration into a training checkpoint; the file is replaced in one step."""
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    checkpoint["calibration"] = calibration.as_dict()
-    partial = path.with_suffix(".partial")
-    torch.save(checkpoint, partial)
-    partial.replace(path)
-
-
-def stored_calibration(path: Path) -> Calibration | None:
-    """What ``store_calibration`` put there, or None.
-
-    Raises:
-        CheckpointError: unreadable.
-    """
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"Checkpoint {path} cannot be read: {error}") from error
-    found = checkpoint.get("calibration")
-    return None if found is None else Calibration.of_dict(found)

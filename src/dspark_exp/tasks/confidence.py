@@ -17,15 +17,14 @@ from dspark_exp.metrics import SurvivalCalibration, interval
 from dspark_exp.reports.confidence import write_reliability, write_shift, write_threshold
 from dspark_exp.scheduling import AsyncScheduler
 from dspark_exp.serving import simulate
-from dspark_exp.targets import Target
 from dspark_exp.tasks.building import build_loop, build_sampling, load_benchmarks, open_target
-from dspark_exp.tasks.calibrate import store_calibration
+from dspark_exp.tasks.checkpoints import store_calibration
 from dspark_exp.tasks.evaluate import metric_row, requests_of
 from dspark_exp.tasks.profile_capacity import measured_capacity
-from dspark_exp.tasks.provenance import provenance
+from dspark_exp.tasks.provenance import experiment_header, report_folder
 from dspark_exp.tasks.recording import recorded_outcomes, recorded_splits
 from dspark_exp.tasks.train_eval import Job
-from dspark_exp.tasks.trained import Trained, trained_drafter
+from dspark_exp.tasks.trained import trained_drafter
 
 log = logging.getLogger(__name__)
 Calibrate = Callable[[np.ndarray], np.ndarray]
@@ -43,12 +42,9 @@ def run_reliability(job: Job) -> Path:
     if trained.path is not None and trained.calibration is None:
         store_calibration(trained.path, calibration)
         log.info("The checkpoint held no calibration: these temperatures are in it now (%s)", trained.path)
-    methods = {}
-    for name in METHODS:
-        calibrated = fit_method(name, fit)
-        methods[name] = _judged(test, calibrated)
+    methods = {name: _judged(test, fit_method(name, fit)) for name in METHODS}
     groups = {"all": test, **splits.test}
-    results = _header(job, target, trained) | {
+    results = experiment_header(job.config, target, trained.source) | {
         "calibration": calibration.as_dict(),
         "methods": methods,
         "sts_against_raw": _change(test, calibration.apply),
@@ -58,7 +54,7 @@ def run_reliability(job: Job) -> Path:
         },
         "rounds": {"fit": len(fit), "test": len(test)},
     }
-    return write_reliability(_folder(job), results)
+    return write_reliability(report_folder(job.config), results)
 
 
 def run_threshold(job: Job) -> Path:
@@ -93,7 +89,9 @@ def run_threshold(job: Job) -> Path:
                 }
             )
         log.info("threshold %.1f decoded", threshold)
-    return write_threshold(_folder(job), _header(job, target, trained) | {"domains": domains})
+    return write_threshold(
+        report_folder(job.config), experiment_header(job.config, target, trained.source) | {"domains": domains}
+    )
 
 
 def run_calibration_shift(job: Job) -> Path:
@@ -127,22 +125,9 @@ def run_calibration_shift(job: Job) -> Path:
                 for concurrency in config.load.concurrency
             }
             matrix[name][domain] = {**judged, "throughput": users}
-    return write_shift(_folder(job), _header(job, target, trained) | {"matrix": matrix})
-
-
-def _folder(job: Job) -> Path:
-    return Path(job.config.paths.reports, str(job.config.experiment), job.config.target.name)
-
-
-def _header(job: Job, target: Target, trained: Trained) -> dict[str, Any]:
-    config = job.config
-    return {
-        "experiment": config.experiment,
-        "target": config.target.name,
-        "drafter": config.drafter.name,
-        "checkpoint": trained.source,
-        "provenance": provenance(config, target, {}, {}),
-    }
+    return write_shift(
+        report_folder(job.config), experiment_header(job.config, target, trained.source) | {"matrix": matrix}
+    )
 
 
 def _sheet(seen: Observations, calibrate: Calibrate | None) -> dict[str, Any]:

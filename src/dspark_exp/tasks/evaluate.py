@@ -95,7 +95,7 @@ def metric_row(
     length, positions = AcceptedLength(), AcceptanceByPosition(block_size)
     length.update(emitted)
     positions.update(accepted, verified)
-    by_position = positions.compute()
+    by_position = positions.columns()
     by_prompt = np.array([[sum(r.emitted for r in g.rounds), len(g.rounds)] for g in generations])
     low, high = interval(resampled_ratios(by_prompt[:, 0], by_prompt[:, 1]))
     num_rounds, num_verified = max(1, len(rounds)), int(verified.sum())
@@ -106,9 +106,9 @@ def metric_row(
         "tau_high": high,
         "acceptance_rate": int(accepted.sum()) / max(1, num_verified),
         "verify_rate": tau / (num_verified / num_rounds + 1),
-        "conditional_acceptance": _finite(by_position["conditional"].reshape(-1).tolist()),
-        "position_counts": [int(c) for c in by_position["counts"].reshape(-1)],
-        "survival": _finite(by_position["survival"].reshape(-1).tolist()),
+        "conditional_acceptance": _finite(by_position["conditional"]),
+        "position_counts": [int(c) for c in by_position["counts"]],
+        "survival": _finite(by_position["survival"]),
         "rounds": len(rounds),
         "emitted_tokens": int(emitted.sum()),
         "drafted_per_round": sum(r.drafted for r in rounds) / num_rounds,

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
+from dspark_exp.calibration import Calibration
 from dspark_exp.errors import CheckpointError, ConfigError
 from dspark_exp.interop import Exported, export_drafter, layout_for
 from dspark_exp.reports.model_card import model_card
 from dspark_exp.scheduling import read_table
 from dspark_exp.tasks.building import build_drafter, capacity_path, open_target
-from dspark_exp.tasks.calibrate import stored_calibration
-from dspark_exp.tasks.train_eval import Job, load_drafter
+from dspark_exp.tasks.checkpoints import load_drafter
+from dspark_exp.tasks.train_eval import Job
 
 log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -37,7 +38,7 @@ def run_export(job: Job) -> Exported:
     target = open_target(config)
     drafter = build_drafter(config, target).eval()
     results = _results(job)
-    path, source = _load_weights(job, drafter, results)
+    source, calibration = _load_weights(job, drafter, results)
     folder = Path(wanted.dir) if wanted.dir is not None else job.folder / f"export-{wanted.to}"
     layout = layout_for(wanted.to, drafter, target)  # a refusal comes before anything is written
     card = model_card(config.drafter.name, config.target.name, wanted.to, layout.serve, results, layout.notes)
@@ -50,7 +51,7 @@ def run_export(job: Job) -> Exported:
         shard_bytes=int(wanted.shard_gb * _GB),
         source=source,
         model_card=card,
-        calibration=None if path is None else stored_calibration(path),
+        calibration=calibration,
         capacity=read_table(capacity_path(config)) if capacity_path(config).exists() else None,
     )
     log.info("Exported for %s: %s (read back, logits within %.1e)", wanted.to, folder, done.max_logit_error)
@@ -65,19 +66,19 @@ def _results(job: Job) -> dict[str, Any] | None:
     return dict(json.loads(job.results_path.read_text()))
 
 
-def _load_weights(job: Job, drafter: Any, results: dict[str, Any] | None) -> tuple[Path | None, str]:
-    """Fill the drafter; returns its training checkpoint, if there is one, and where its weights came from."""
+def _load_weights(job: Job, drafter: Any, results: dict[str, Any] | None) -> tuple[str, Calibration | None]:
+    """Fill the drafter; returns where its weights came from, and the calibration that came with them."""
     config = job.config
     if config.checkpoint is not None:
         path = Path(config.checkpoint)
     elif results is not None and results["training"]["checkpoint"] is not None:
         path = job.folder / "checkpoints" / results["training"]["checkpoint"]
     elif config.drafter.init_from is not None:
-        return None, str(config.drafter.init_from)
+        return str(config.drafter.init_from), None
     else:
         raise CheckpointError(
             "Nothing to export: no finished job has these options. Train first (the same command without task=export), "
             "or give checkpoint=<file.ckpt> or drafter.init_from=<folder or hub id>."
         )
-    step = load_drafter(path, drafter)
-    return path, f"{job.folder.name}, step {step}"
+    loaded = load_drafter(path, drafter)
+    return f"{job.folder.name}, step {loaded.step}", loaded.calibration

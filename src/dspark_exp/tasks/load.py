@@ -10,21 +10,30 @@ from __future__ import annotations
 import logging
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dspark_exp.calibration import Calibration
 from dspark_exp.data.benchmarks import Prompt
-from dspark_exp.decoding import DecodingBatch, EarlyExit, Full, Request, Threshold, VerificationPolicy
+from dspark_exp.decoding import (
+    EarlyExit,
+    Full,
+    Request,
+    Threshold,
+    VerificationPolicy,
+    check_policy,
+    positions_needed,
+)
 from dspark_exp.errors import ConfigError
 from dspark_exp.reports.load import write_early_exit, write_load_adaptive, write_pareto, write_staleness
 from dspark_exp.scheduling import AsyncScheduler, CapacityCurve, PrefixScheduler
 from dspark_exp.serving import Arrivals, Engine, LoadResult, SimulatedRequest, drive, simulate
 from dspark_exp.targets import Target
-from dspark_exp.tasks.building import build_sampling, cache_maker, load_benchmarks, open_target
+from dspark_exp.tasks.building import build_batch, build_sampling, load_benchmarks, open_target
 from dspark_exp.tasks.evaluate import requests_of
 from dspark_exp.tasks.profile_capacity import measured_capacity, round_seconds
-from dspark_exp.tasks.provenance import provenance
+from dspark_exp.tasks.provenance import experiment_header, report_folder
 from dspark_exp.tasks.recording import SIMULATED_PER_BENCHMARK, recorded_outcomes
 from dspark_exp.tasks.train_eval import Job
 from dspark_exp.tasks.trained import Trained, trained_drafter, with_drafter
@@ -43,6 +52,14 @@ class Arm:
     trained: Trained | None
     make_policy: Callable[[], VerificationPolicy] | None
     early_exit: EarlyExit | None = None
+
+    @property
+    def drafter(self) -> Any:
+        return self.trained.drafter if self.trained is not None else None
+
+    @property
+    def calibration(self) -> Calibration | None:
+        return self.trained.calibration if self.trained is not None else None
 
 
 @dataclass(frozen=True)
@@ -80,35 +97,33 @@ class Bench:
             return Arm(name, trained_drafter(with_drafter(self.job, "mtp1"), self.target), Full)
         if name not in policies:
             raise ConfigError(f"load.arms holds {name!r}; choose from {', '.join(ARMS)}.")
-        drafter = self.trained.drafter
-        policies[name]().check(drafter.block_size, getattr(drafter, "confidence_head", None) is not None)
+        check_policy(policies[name](), self.trained.drafter)
         return Arm(name, self.trained, policies[name])
 
     def requests(self, concurrency: int) -> list[Request]:
         """The same prompts for every arm, benchmarks in turn, each time with another seed."""
-        wanted = self.job.config.load
-        count = max(wanted.min_requests, wanted.requests_per_user * concurrency)
         by_name = [requests_of(self.job.config, self.target, prompts) for prompts in self.prompts.values()]
         mixed = [r for group in zip(*by_name, strict=False) for r in group]
         return [
             Request(r.prompt_ids, r.max_new_tokens, r.seed + 1009 * (i // len(mixed)))
-            for i, r in ((i, mixed[i % len(mixed)]) for i in range(count))
+            for i, r in ((i, mixed[i % len(mixed)]) for i in range(self.num_requests(concurrency)))
         ]
+
+    def num_requests(self, concurrency: int) -> int:
+        wanted = self.job.config.load
+        return max(wanted.min_requests, wanted.requests_per_user * concurrency)
 
     def serve(self, arm: Arm, concurrency: int, requests: Sequence[Request]) -> LoadResult:
         """A load test on a fresh engine, after two requests that warm it up and tell schedulers what drafts bring."""
-        drafter = arm.trained.drafter if arm.trained is not None else None
-        calibration = arm.trained.calibration if arm.trained is not None else None
-        block = drafter.block_size if drafter is not None else 0
-        batch = DecodingBatch(
+        block = arm.drafter.block_size if arm.drafter is not None else 0
+        batch = build_batch(
             self.target,
-            drafter,
-            cache_maker(self.target, drafter),
+            arm.drafter,
             build_sampling(self.job.config.evaluation.sampling),
             arm.make_policy() if arm.make_policy is not None else Full(),
             concurrency,
-            max(len(r.prompt_ids) + r.max_new_tokens for r in requests) + block + 1,
-            calibration.apply if calibration is not None else None,
+            max(positions_needed(r, block) for r in requests),
+            arm.calibration,
             arm.early_exit,
         )
         engine = Engine(batch)
@@ -122,25 +137,20 @@ class Bench:
         if rounds is None or self.trained.drafter.block_size + 1 != len(rounds.lengths):
             return 1.0
         lengths = [-1, *range(len(rounds.lengths))]
-        quick = replace(self.job.config, profile=replace(self.job.config.profile, repeats=2))
-        now = round_seconds(quick, self.target, self.trained.drafter, concurrency, lengths)
+        now = round_seconds(self.job.config, self.target, self.trained.drafter, concurrency, lengths, repeats=2)
         batches = [concurrency * (1 + length) for length in lengths[1:]]
         then = [self.curve.plain_s(concurrency), *self.curve.round_s(concurrency, batches).tolist()]
         return statistics.median(n / t for n, t in zip(now, then, strict=True))
 
-    def simulated(
-        self, arm: Arm, concurrency: int, answers: list[SimulatedRequest], policy: VerificationPolicy | None = None
-    ) -> float:
+    def simulated(self, arm: Arm, concurrency: int, answers: list[SimulatedRequest]) -> float:
         """Throughput of the same load in the simulator, on the capacity table as it is."""
-        calibration = arm.trained.calibration if arm.trained is not None else None
-        count = len(self.requests(concurrency))
         result = simulate(
-            [answers[i % len(answers)] for i in range(count)],
+            [answers[i % len(answers)] for i in range(self.num_requests(concurrency))],
             self.curve,
-            policy or (arm.make_policy() if arm.make_policy is not None else None),
+            arm.make_policy() if arm.make_policy is not None else None,
             num_rows=concurrency,
             concurrency=concurrency,
-            calibrate=calibration.apply if calibration is not None else None,
+            calibrate=arm.calibration.apply if arm.calibration is not None else None,
             early_exit=arm.early_exit,
         )
         return result.throughput
@@ -150,8 +160,8 @@ class Bench:
         found = recorded_outcomes(self.job.config, self.target, self.trained.drafter, self.prompts)
         return [r for group in zip(*found.values(), strict=False) for r in group]
 
-    def measure(self, arms: Sequence[Arm]) -> list[dict[str, Any]]:
-        """Every arm at every concurrency, repeated in turn; medians and ranges."""
+    def measure(self, arms: Sequence[Arm], with_drift: bool = False) -> list[dict[str, Any]]:
+        """Every arm at every concurrency, repeated in turn; medians and ranges. ``with_drift``: see ``drift``."""
         rows = []
         for concurrency in self.job.config.load.concurrency:
             requests = self.requests(concurrency)
@@ -161,34 +171,26 @@ class Bench:
                 for place in range(len(arms)):  # another arm goes first every time
                     arm = arms[(place + turn) % len(arms)]
                     summaries[arm.name].append(self.serve(arm, concurrency, requests).summary())
-                drifts.append(self.drift(concurrency))
-            common = {"concurrency": concurrency, "drift": statistics.median(drifts)}
+                drifts += [self.drift(concurrency)] if with_drift else []
+            common = {"concurrency": concurrency} | ({"drift": statistics.median(drifts)} if with_drift else {})
             rows += [{"arm": name, **common, **_median(runs)} for name, runs in summaries.items()]
             shown = ", ".join(f"{name} {_median(runs)['throughput']:.0f}" for name, runs in summaries.items())
             log.info("%d users, tokens/s: %s", concurrency, shown)
         return rows
 
     def header(self) -> dict[str, Any]:
-        config = self.job.config
-        return {
-            "experiment": config.experiment,
-            "target": config.target.name,
-            "drafter": config.drafter.name,
-            "checkpoint": self.trained.source,
-            "provenance": provenance(config, self.target, {}, {}),
-        }
+        return experiment_header(self.job.config, self.target, self.trained.source)
 
     @property
     def folder(self) -> Path:
-        config = self.job.config
-        return Path(config.paths.reports, str(config.experiment), config.target.name)
+        return report_folder(self.job.config)
 
 
 def run_pareto(job: Job) -> Path:
     """Throughput against tokens per second of each user, all arms, and how close the simulator comes."""
     bench = Bench.of(job)
     arms = [bench.arm(name) for name in job.config.load.arms]
-    rows = bench.measure(arms)
+    rows = bench.measure(arms, with_drift=True)
     write_pareto(bench.folder, bench.header() | {"rows": rows})  # what was measured is kept, whatever comes next
     answers = bench.answers()
     for row in rows:
@@ -220,11 +222,9 @@ def run_early_exit(job: Job) -> Path:
 def run_staleness(job: Job) -> Path:
     """Simulated throughput of the asynchronous scheduler by the age of its confidences, steady and bursty load."""
     bench = Bench.of(job)
-    answers, calibration = bench.answers(), bench.trained.calibration
-    calibrate = calibration.apply if calibration is not None else None
+    answers, arm = bench.answers(), bench.arm("async_scheduler")
     rows = []
     capacity = max(job.config.load.concurrency)
-    arm = bench.arm("async_scheduler")
     ceiling = bench.simulated(arm, capacity, answers) / statistics.mean(a.num_tokens for a in answers)
     for load, rate in (("steady", 0.5), ("steady", 0.9), ("bursty", 0.5), ("bursty", 0.9)):
         kind = "poisson" if load == "steady" else "bursty"
@@ -237,7 +237,7 @@ def run_staleness(job: Job) -> Path:
                 AsyncScheduler(bench.curve, staleness),
                 num_rows=capacity,
                 arrivals=arrivals.tolist(),
-                calibrate=calibrate,
+                calibrate=arm.calibration.apply if arm.calibration is not None else None,
             )
             busy = sum(s.tokens for s in result.served) / max(result.busy_s, 1e-9)
             rows.append(

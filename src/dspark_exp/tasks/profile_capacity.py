@@ -24,8 +24,8 @@ from dspark_exp.reports.capacity import write_capacity_report
 from dspark_exp.scheduling import CapacityTable
 from dspark_exp.targets import Target
 from dspark_exp.tasks.building import (
+    build_batch,
     build_sampling,
-    cache_maker,
     capacity_path,
     identity_of,
     load_benchmarks,
@@ -42,10 +42,12 @@ _WARM_UP = 2
 
 def run_profile_capacity(job: Job) -> Path:
     """Measure, write ``capacity_path`` and ``reports/capacity/<target>/``; returns the table's path."""
+    return _profiled(job, open_target(job.config))
+
+
+def _profiled(job: Job, target: Target) -> Path:
     config = job.config
-    target = open_target(config)
-    drafter = drafter_for_timing(job, target)
-    table = profile(config, target, drafter)
+    table = profile(config, target, drafter_for_timing(job, target))
     path = capacity_path(config)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, table.as_dict())
@@ -63,7 +65,7 @@ def measured_capacity(job: Job, target: Target) -> CapacityTable:
     """
     if job.config.scheduling.table is None and not capacity_path(job.config).exists():
         log.info("No capacity table yet: measuring it")
-        run_profile_capacity(job)
+        _profiled(job, target)
     return read_capacity(job.config, target)
 
 
@@ -155,7 +157,7 @@ def _rounds(config: ExperimentConfig, target: Target, drafter: Any) -> dict[str,
     wanted, size = config.profile, int(drafter.block_size)
     requests = sorted({*(2**k for k in range(12) if 2**k < wanted.max_requests), wanted.max_requests})
     lengths = list(range(size + 1))
-    medians = [round_seconds(config, target, drafter, r, [-1, *lengths]) for r in requests]
+    medians = [round_seconds(config, target, drafter, r, [-1, *lengths], wanted.repeats) for r in requests]
     prompt_tokens = [16, 64, 256]
     enter = [_enter_s(config, target, drafter, count, medians[0][-1]) for count in prompt_tokens]
     return {
@@ -171,20 +173,12 @@ def _rounds(config: ExperimentConfig, target: Target, drafter: Any) -> dict[str,
 def _batch(
     config: ExperimentConfig, target: Target, drafter: Any, num_requests: int, policy: _Everything, positions: int
 ) -> DecodingBatch:
-    return DecodingBatch(
-        target,
-        drafter,
-        cache_maker(target, drafter),
-        build_sampling(config.evaluation.sampling),
-        policy,
-        num_requests,
-        positions + drafter.block_size + 1,
-        identity(drafter.block_size).apply,
-    )
+    sampling, size = build_sampling(config.evaluation.sampling), drafter.block_size
+    return build_batch(target, drafter, sampling, policy, num_requests, positions + size + 1, identity(size))
 
 
 def round_seconds(
-    config: ExperimentConfig, target: Target, drafter: Any, num_requests: int, lengths: Sequence[int]
+    config: ExperimentConfig, target: Target, drafter: Any, num_requests: int, lengths: Sequence[int], repeats: int
 ) -> list[float]:
     """Median seconds of a round of so many requests, by verification length.
 
@@ -196,7 +190,7 @@ def round_seconds(
     prompts = _prompts(config, target, num_requests)
     batch = _batch(config, target, drafter, num_requests, policy, max(map(len, prompts)) + new_tokens)
     times: list[list[float]] = [[] for _ in lengths]
-    for turn in range(config.profile.repeats + 1):
+    for turn in range(repeats + 1):
         seeds = range(turn * num_requests, (turn + 1) * num_requests)
         requests = [Request(ids, new_tokens, seed, ignore_stop=True) for ids, seed in zip(prompts, seeds, strict=True)]
         batch.enter(list(enumerate(requests)))

@@ -44,6 +44,22 @@ def provenance(
     }
 
 
+def experiment_header(config: ExperimentConfig, target: Target, checkpoint: str) -> dict[str, Any]:
+    """What the results of an experiment on a trained drafter begin with."""
+    return {
+        "experiment": config.experiment,
+        "target": config.target.name,
+        "drafter": config.drafter.name,
+        "checkpoint": checkpoint,
+        "provenance": provenance(config, target, {}, {}),
+    }
+
+
+def report_folder(config: ExperimentConfig) -> Path:
+    """``reports/<experiment>/<target>/``."""
+    return Path(config.paths.reports, str(config.experiment), config.target.name)
+
+
 def code_revision() -> str | None:
     """Git commit of the code, with ``+changes`` when the tree differs from it; None outside a repository."""
     folder = Path(dspark_exp.__file__).parent

@@ -15,12 +15,11 @@ from dspark_exp.calibration import Observations
 from dspark_exp.config import ExperimentConfig
 from dspark_exp.data.benchmarks import Prompt
 from dspark_exp.data.manifest import write_json
-from dspark_exp.decoding import DecodingBatch, Full, Request, Round
-from dspark_exp.errors import DataError
+from dspark_exp.decoding import Full, Request, Round
 from dspark_exp.serving import SimulatedRequest
 from dspark_exp.targets import Target
-from dspark_exp.tasks.building import build_loop, build_sampling, cache_maker, load_benchmarks
-from dspark_exp.tasks.calibrate import calibration_options
+from dspark_exp.tasks.building import build_batch, build_loop, build_sampling, load_benchmarks
+from dspark_exp.tasks.calibrate import calibration_options, held_out_prompts
 from dspark_exp.tasks.evaluate import record_rounds, requests_of
 from dspark_exp.tasks.train_eval import Job
 from dspark_exp.tasks.trained import Trained
@@ -32,11 +31,10 @@ _ROWS = 64
 
 @dataclass(frozen=True)
 class Splits:
-    """Observations by domain: ``fit`` for calibration, ``test`` for judging it; ``benchmarks`` = test by benchmark."""
+    """Observations by domain: ``fit`` for calibration, ``test`` for judging it."""
 
     fit: dict[str, Observations]
     test: dict[str, Observations]
-    benchmarks: dict[str, Observations]
 
 
 def recorded_splits(job: Job, target: Target, trained: Trained) -> Splits:
@@ -46,19 +44,13 @@ def recorded_splits(job: Job, target: Target, trained: Trained) -> Splits:
         DataError: no held-out prompts, or a drafter without confidences.
     """
     config = job.config
-    prompts = {
-        "fit": load_benchmarks(config, held_out=max(1, calibration_options(config)[0])),
-        "test": load_benchmarks(config),
-    }
-    if not prompts["fit"]:
-        raise DataError(
-            "No benchmark has a prompt left to fit on beside those of evaluation: lower benchmark.num_prompts."
-        )
+    num_prompts = max(1, calibration_options(config)[0])
+    prompts = {"fit": held_out_prompts(config, num_prompts), "test": load_benchmarks(config)}
     rounds = {name: _cached(job, target, trained, name, chosen) for name, chosen in prompts.items()}
     domain_of = {name: of_name[0].domain for name, of_name in prompts["test"].items()}
     seen = {split: {name: Observations.of_rounds(found[name]) for name in found} for split, found in rounds.items()}
     by_domain = {split: _by_domain(of_split, domain_of) for split, of_split in seen.items()}
-    return Splits(by_domain["fit"], by_domain["test"], seen["test"])
+    return Splits(**by_domain)
 
 
 def _by_domain(by_benchmark: dict[str, Observations], domain_of: dict[str, str]) -> dict[str, Observations]:
@@ -123,7 +115,7 @@ def _first_rounds(target: Target, drafter: Any, sampling: Any, requests: Sequenc
     if not requests:
         return []
     longest = max(len(r.prompt_ids) for r in requests) + 2 * (drafter.block_size + 2)
-    batch = DecodingBatch(target, drafter, cache_maker(target, drafter), sampling, Full(), _ROWS, longest)
+    batch = build_batch(target, drafter, sampling, Full(), _ROWS, longest)
     rounds: dict[int, Round] = {}
     order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt_ids))
     for first in range(0, len(order), _ROWS):

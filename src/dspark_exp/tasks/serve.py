@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import uvicorn
 
 from dspark_exp.data.rendering import render_prompt
-from dspark_exp.decoding import DecodingBatch
+from dspark_exp.decoding import check_policy
 from dspark_exp.serving import Engine
 from dspark_exp.serving.http import Front
-from dspark_exp.tasks.building import build_early_exit, build_policy, build_sampling, cache_maker, open_target
+from dspark_exp.tasks.building import build_batch, build_early_exit, build_policy, build_sampling, open_target
 from dspark_exp.tasks.train_eval import Job
 from dspark_exp.tasks.trained import trained_drafter
 
@@ -43,19 +43,10 @@ def build_front(job: Job) -> Front:
     target = open_target(config)
     trained = trained_drafter(job, target)
     drafter, policy = trained.drafter, build_policy(config, target)
-    policy.check(drafter.block_size, getattr(drafter, "confidence_head", None) is not None)
+    check_policy(policy, drafter)
     sampling = build_sampling(config.evaluation.sampling)
-    batch = DecodingBatch(
-        target,
-        drafter,
-        cache_maker(target, drafter),
-        sampling,
-        policy,
-        wanted.max_requests,
-        wanted.max_length,
-        trained.calibration.apply if trained.calibration is not None else None,
-        build_early_exit(config),
-    )
+    rows, length, early_exit = wanted.max_requests, wanted.max_length, build_early_exit(config)
+    batch = build_batch(target, drafter, sampling, policy, rows, length, trained.calibration, early_exit)
 
     def render(messages: Sequence[dict[str, str]]) -> list[int]:
         return render_prompt(target.tokenizer, messages, config.target.thinking)

@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
-from torch import nn
 
 from dspark_exp.calibration import Calibration
 from dspark_exp.config import ExperimentConfig, flattened, job_key
 from dspark_exp.data.benchmarks import Prompt
 from dspark_exp.data.manifest import write_json
-from dspark_exp.errors import CheckpointError
+from dspark_exp.decoding import check_policy
 from dspark_exp.hashing import short_digest
 from dspark_exp.reports import merged, pooled_by_domain, print_table
 from dspark_exp.targets import Target
@@ -30,7 +28,8 @@ from dspark_exp.tasks.building import (
     open_target,
     precision_of,
 )
-from dspark_exp.tasks.calibrate import calibrate, calibration_options, store_calibration
+from dspark_exp.tasks.calibrate import calibrate, calibration_options
+from dspark_exp.tasks.checkpoints import load_drafter, store_calibration
 from dspark_exp.tasks.evaluate import Evaluation, draft_rounds, evaluate
 from dspark_exp.tasks.prepare_data import PreparedData, compute_of, prepare_data
 from dspark_exp.tasks.provenance import provenance
@@ -71,7 +70,7 @@ def train_eval(job: Job) -> dict[str, Any]:
     drafter = build_drafter(config, target)
     benchmarks = load_benchmarks(config)
     calibration_options(config)
-    build_policy(config, target).check(drafter.block_size, getattr(drafter, "confidence_head", None) is not None)  # type: ignore[arg-type]
+    check_policy(build_policy(config, target), drafter)
     module = _module(config, target, drafter)
     job.folder.mkdir(parents=True, exist_ok=True)
     (job.folder / "config.json").write_text(json.dumps(job.plain, indent=1))
@@ -197,7 +196,7 @@ def _train(
     trainer.fit(module, data, ckpt_path=last if last.exists() else None, weights_only=True)
     seconds = time.perf_counter() - started
     chosen = Path(best.best_model_path or last)
-    selected = load_drafter(chosen, module.drafter)
+    selected = load_drafter(chosen, module.drafter).step
     return {
         "seconds": {"train": seconds},
         "data_wait_share": wait.share,
@@ -219,22 +218,6 @@ def _as_given(module: DrafterModule) -> dict[str, Any]:
         "learning_curve": [],
         "trainable_parameters": sum(p.numel() for p in module.drafter.parameters()),
     }
-
-
-def load_drafter(path: Path, drafter: nn.Module) -> int:
-    """Load a training checkpoint's weights into a drafter; returns its step.
-
-    Raises:
-        CheckpointError: unreadable, or a tensor is missing or unexpected.
-    """
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        state = checkpoint["state_dict"]
-        prefix = "drafter."
-        drafter.load_state_dict({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
-    except (OSError, RuntimeError, KeyError) as error:
-        raise CheckpointError(f"Checkpoint {path} does not fit this drafter: {error}") from error
-    return int(checkpoint["global_step"])
 
 
 def _results(

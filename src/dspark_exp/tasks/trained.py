@@ -16,8 +16,8 @@ from dspark_exp.config import ExperimentConfig, conf_folder, resolved_dict, vali
 from dspark_exp.errors import ConfigError
 from dspark_exp.targets import Target
 from dspark_exp.tasks.building import build_drafter, for_decoding
-from dspark_exp.tasks.calibrate import stored_calibration
-from dspark_exp.tasks.train_eval import Job, load_drafter, train_eval
+from dspark_exp.tasks.checkpoints import load_drafter
+from dspark_exp.tasks.train_eval import Job, train_eval
 
 log = logging.getLogger(__name__)
 _TRAINING = ("seed", "target", "drafter", "data", "features", "trainer")
@@ -43,20 +43,20 @@ def trained_drafter(job: Job, target: Target) -> Trained:
     drafter = build_drafter(config, target)
     if config.checkpoint is None and config.trainer.max_steps == 0:
         return Trained(for_decoding(config, target, drafter), None, str(config.drafter.init_from))
-    path = Path(config.checkpoint) if config.checkpoint is not None else finished_checkpoint(config, job.plain)
+    path = known_checkpoint(job)
     if path is None:
         log.info("No finished job has trained %s with these options: training it now", config.drafter.name)
         results = train_eval(job)
         path = job.folder / "checkpoints" / results["training"]["checkpoint"]
-    step = load_drafter(path, drafter)
-    log.info("Drafter: %s, step %d", path, step)
-    source, calibration = f"{path.parent.parent.name}, step {step}", stored_calibration(path)
-    if calibration is None and getattr(drafter, "confidence_head", None) is not None:
+    loaded = load_drafter(path, drafter)
+    log.info("Drafter: %s, step %d", path, loaded.step)
+    if loaded.calibration is None and drafter.confidence_head is not None:
         log.warning(
             "%s holds no calibration: schedulers see raw confidences (+experiment=reliability fits one into it)",
             path,
         )
-    return Trained(for_decoding(config, target, drafter), calibration, source, path)
+    source = f"{path.parent.parent.name}, step {loaded.step}"
+    return Trained(for_decoding(config, target, drafter), loaded.calibration, source, path)
 
 
 def with_drafter(job: Job, name: str) -> Job:
@@ -77,10 +77,16 @@ def drafter_for_timing(job: Job, target: Target) -> Any:
     """The trained drafter if there is one, else one with random weights: speed of a round hardly depends on them."""
     config = job.config
     drafter = build_drafter(config, target)
-    path = Path(config.checkpoint) if config.checkpoint is not None else finished_checkpoint(config, job.plain)
+    path = known_checkpoint(job)
     if path is not None:
         load_drafter(path, drafter)
     return for_decoding(config, target, drafter)
+
+
+def known_checkpoint(job: Job) -> Path | None:
+    """``checkpoint``, or that of the newest finished job of the same training."""
+    given = job.config.checkpoint
+    return Path(given) if given is not None else finished_checkpoint(job.config, job.plain)
 
 
 def finished_checkpoint(config: ExperimentConfig, plain: dict[str, Any]) -> Path | None:

@@ -66,11 +66,11 @@ class DraftDiagnostics(L.Callback):
             self._survival.update(torch.tensor([r.confidence for r in rounds]), accepted, verified)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        acceptance = self._acceptance.compute()
-        columns = {"acceptance": acceptance["conditional"].reshape(-1).tolist()}
+        acceptance = self._acceptance.columns()
+        columns, counts = {"acceptance": acceptance["conditional"]}, acceptance["counts"]
         if self._has_confidence:
-            columns |= {name: self._survival.compute()[name] for name in ("ece", "auroc", "brier")}
-        counts = acceptance["counts"].reshape(-1).tolist()
+            survival = self._survival.compute()
+            columns |= {name: survival[name] for name in ("ece", "auroc", "brier")}
         pl_module.log_dict(
             {
                 f"val/{name}_pos_{k + 1}": value
