@@ -11,11 +11,12 @@ from collections.abc import Callable
 import hydra
 from omegaconf import DictConfig
 
-from dspark_exp.config import conf_folder, resolved_dict, validated
+from dspark_exp.config import conf_folder, register_sweeps, resolved_dict, validated
 from dspark_exp.errors import ConfigError, DsparkError
 
 log = logging.getLogger("dspark_exp")
 CONF = conf_folder()
+register_sweeps()
 _QUIET = ("lightning.pytorch", "lightning.fabric", "httpx", "alembic", "mlflow")
 
 
@@ -60,7 +61,7 @@ def run(composed: DictConfig) -> None:
     if config.task not in tasks:
         raise ConfigError(f"task={config.task!r} is unknown; choose from {', '.join(tasks)}.")
     if config.task == "train_eval" and sweep.RECORDS_VARIABLE in os.environ:
-        sweep.recorded(job.folder.name, job.results_path, lambda: train_eval.train_eval(job))
+        sweep.run_in_sweep(job)
     else:
         tasks[config.task]()
 

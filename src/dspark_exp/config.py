@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -212,6 +213,33 @@ class LoadConfig:
 
 
 @dataclass
+class ClaimConfig:
+    """A statement about arms of a sweep; an arm is the options that pick it out, ``seed`` left aside.
+
+    Compared is tau of ``first`` with tau of ``second``; with ``first_over`` and ``second_over``, the two ratios.
+    """
+
+    text: str
+    first: dict[str, Any]
+    second: dict[str, Any]
+    first_over: dict[str, Any] | None = None
+    second_over: dict[str, Any] | None = None
+    kind: str = "greater"  # greater | equal_within
+    margin: float = 0.0  # of equal_within: relative difference that still counts as equal
+
+
+@dataclass
+class SweepConfig:
+    """What a multirun is about: how its report lays the jobs out, and what the paper says about them."""
+
+    x: str | None  # option on the x axis; null = the report of experiment=table1
+    lines: list[str]  # options whose values make the lines
+    question: str | None
+    claims: list[ClaimConfig]
+    plan: bool  # print jobs with hours, disk and memory; run none
+
+
+@dataclass
 class PathsConfig:
     """Folders, relative to where the command is typed."""
 
@@ -244,13 +272,14 @@ class ExperimentConfig:
     load: LoadConfig
     export: ExportConfig
     inspect: InspectConfig
+    sweep: SweepConfig
     paths: PathsConfig
     tiny_target: dict[str, Any] = field(default_factory=dict)
 
 
 _NOT_NUMBERS = (
     "paths", "tracking", "experiment", "task", "tiny_target", "export", "inspect", "checkpoint", "scheduling",
-    "profile", "serving", "load",
+    "profile", "serving", "load", "sweep",
 )  # fmt: skip
 
 
@@ -258,6 +287,13 @@ def conf_folder() -> Path:
     """The config groups: inside the installed package, or at the top of the repository."""
     here = Path(__file__).parent
     return here / "conf" if (here / "conf").is_dir() else here.parents[1] / "conf"
+
+
+def register_sweeps() -> None:
+    """Make every file of ``sweeps/`` a choice of ``+sweeps=NAME``, in the repository and in an installed package."""
+    conf = conf_folder()
+    for path in sorted((conf.parent / "sweeps").glob("*.yaml")):
+        ConfigStore.instance().store(path.stem, OmegaConf.load(path), "sweeps", "_global_", str(path))
 
 
 def validated(composed: DictConfig) -> ExperimentConfig:

@@ -100,6 +100,15 @@ def run_estimate(config: ExperimentConfig) -> None:
     path.write_text(json.dumps({"rows": asdict(rows), "modes": [asdict(item) for item in estimates]}, indent=1))
 
 
+def chosen_estimate(config: ExperimentConfig) -> dict[str, Any]:
+    """The estimate of the feature mode that the config chooses: ``disk_gb``, ``memory_gb``, ``hours``, ``fits``."""
+    target, drafter = on_meta(config)
+    speed = matmul_flops(device_of(config.trainer.accelerator), precision_of(config))
+    return asdict(
+        estimate(config, config.features.mode, target, drafter, measure_rows(config), speed, *free_gb(config))
+    )
+
+
 def on_meta(config: ExperimentConfig) -> tuple[Target, nn.Module]:
     """Target and drafter without memory: their shapes alone."""
     wanted = config.target

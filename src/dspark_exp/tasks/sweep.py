@@ -1,27 +1,38 @@
 """A sweep's owner: opens the MLflow parent run, lets jobs leave records, builds one report after the last job.
 
-A Hydra callback. A job that fails leaves a record with its reason; the report names it and the exit code is not 0.
+A Hydra callback. Jobs may run in this process or in a launcher's (joblib, submitit, ray): they find the records' folder
+in the environment. A job that fails leaves a record with its reason; the report names it and the exit code is not 0.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import math
 import os
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.table import Table
 
-from dspark_exp.reports import build_report, print_table
+from dspark_exp.config import flattened
+from dspark_exp.reports import build_report, build_sweep_report, print_sweep, print_table
+from dspark_exp.tasks.estimate import chosen_estimate
+from dspark_exp.tasks.train_eval import Job, finished_results, train_eval
 from dspark_exp.tracking import close_parent_run, open_parent_run
 
 log = logging.getLogger(__name__)
 RECORDS_VARIABLE = "DSPARK_EXP_SWEEP_RECORDS"
-failures: list[str] = []  # what went wrong in this process's jobs and sweep; decides the exit code
+failures: list[str] = []  # what went wrong in the jobs of this process's sweep; decides the exit code
 
 
 class SweepReport(Callback):
@@ -31,11 +42,13 @@ class SweepReport(Callback):
         self._parent: str | None = None
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        outputs = Path(config.paths.outputs)
-        records = outputs / "sweeps" / uuid.uuid4().hex[:8]
+        records = Path(config.paths.outputs) / "sweeps" / uuid.uuid4().hex[:8]
         records.mkdir(parents=True)
         os.environ[RECORDS_VARIABLE] = str(records.absolute())
-        if config.tracking.enabled:
+        axes = swept_options(config)
+        about = {"num_jobs": math.prod(axes.values()), "swept": list(axes), "started": time.time()}
+        (records / "sweep").write_text(json.dumps(about))
+        if config.tracking.enabled and not config.sweep.plan:
             tags = {"experiment": str(config.experiment), "target": str(config.target.name), "kind": "sweep"}
             name = f"{config.experiment}/{config.target.name}"
             self._parent = open_parent_run(config.tracking.uri, config.tracking.experiment, name, tags)
@@ -43,30 +56,101 @@ class SweepReport(Callback):
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         records = Path(os.environ.pop(RECORDS_VARIABLE))
         jobs = [json.loads(path.read_text()) for path in sorted(records.glob("*.json"))]
-        finished = [json.loads(Path(job["results"]).read_text()) for job in jobs if job["status"] == "finished"]
         missing = [{"job": job["job"], "reason": job["reason"]} for job in jobs if job["status"] != "finished"]
         failures.extend(f"{job['job']}: {job['reason']}" for job in missing)
+        finished = [job for job in jobs if job["status"] == "finished"]
+        if config.sweep.plan:
+            _print_plan(finished)
+            return
         folder = None
         if finished:
             folder = Path(config.paths.reports, str(config.experiment), str(config.target.name))
-            report = build_report(folder, str(config.experiment), finished, missing)
-            print_table(report)
+            _write_report(config, folder, finished, missing)
             log.info("Report: %s", folder / "report.md")
         if self._parent is not None:
             metrics = {f"jobs/{name}": float(len(part)) for name, part in (("done", finished), ("missing", missing))}
             close_parent_run(config.tracking.uri, self._parent, metrics, folder, bool(missing))
 
 
-def recorded(job: str, results: Path, work: Callable[[], object]) -> None:
+def _write_report(
+    config: DictConfig, folder: Path, finished: list[dict[str, Any]], missing: list[dict[str, str]]
+) -> None:
+    results = [json.loads(Path(job["results"]).read_text()) for job in finished]
+    if config.sweep.x is None:
+        print_table(build_report(folder, str(config.experiment), results, missing))
+        return
+    about: Any = OmegaConf.to_container(config.sweep, resolve=True)
+    options = [flattened(json.loads(Path(job["results"]).with_name("config.json").read_text())) for job in finished]
+    print_sweep(build_sweep_report(folder, str(config.experiment), about, results, options, missing))
+
+
+def swept_options(config: DictConfig) -> dict[str, int]:
+    """Number of values of every swept option, of a sweep file or of the command line; their product is the jobs."""
+    typed = list(config.hydra.overrides.task)
+    given = OmegaConf.to_container(config.hydra.sweeper, resolve=True)
+    params = (given.get("params") if isinstance(given, dict) else None) or {}
+    narrowed = {text.split("=", 1)[0].lstrip("+~") for text in typed}
+    typed += [f"{key}={value}" for key, value in params.items() if key not in narrowed]
+    parsed = OverridesParser.create().parse_overrides(typed)
+    return {item.key_or_group: len(list(item.sweep_iterator())) for item in parsed if item.is_sweep_override()}
+
+
+def run_in_sweep(job: Job) -> None:
     """Run a job of a sweep and leave a record of how it ended; errors do not take the sweep down."""
     folder = Path(os.environ[RECORDS_VARIABLE])
-    path = folder / f"{len(list(folder.glob('*.json'))):03d}-{job}.json"
-    record = {"job": job, "results": str(results.absolute()), "status": "killed", "reason": "did not end"}
+    label = _label(job, json.loads((folder / "sweep").read_text())["swept"])
+    path = folder / f"{int(HydraConfig.get().job.num):04d}.json"
+    record: dict[str, Any] = {"job": label, "status": "killed", "reason": "did not end"}
     path.write_text(json.dumps(record))
+    started = time.perf_counter()
     try:
-        work()
+        if job.config.sweep.plan:
+            record |= {"plan": chosen_estimate(job.config), "is_done": finished_results(job) is not None}
+        else:
+            results = train_eval(job)
+            tau = sum(row["tau"] for row in results["rows"]) / len(results["rows"])
+            record |= {"results": str(job.results_path.absolute()), "tau": tau}
         record |= {"status": "finished", "reason": ""}
     except Exception as error:
-        record |= {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
-        log.error("%s failed: %s", job, error, exc_info=bool(os.environ.get("HYDRA_FULL_ERROR")))
+        record |= {"status": "failed", "reason": _reason(error)}
+        log.error("%s failed: %s", label, record["reason"], exc_info=bool(os.environ.get("HYDRA_FULL_ERROR")))
     path.write_text(json.dumps(record))
+    if record["status"] == "finished" and not job.config.sweep.plan:
+        _log_progress(folder, label, record["tau"], time.perf_counter() - started)
+
+
+def _label(job: Job, swept: list[str]) -> str:
+    """The options that tell this job from its siblings."""
+    typed = HydraConfig.get().overrides.task
+    return " ".join(text for text in typed if text.split("=", 1)[0].lstrip("+") in swept) or job.folder.name
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return "the disk is full; make room (paths.cache holds what can be computed again) and run the same command"
+    return f"{type(error).__name__}: {error}"
+
+
+def _log_progress(folder: Path, label: str, tau: float, seconds: float) -> None:
+    about = json.loads((folder / "sweep").read_text())
+    total = about["num_jobs"]
+    statuses = [json.loads(path.read_text())["status"] for path in folder.glob("*.json")]
+    ended = sum(status in ("finished", "failed") for status in statuses)
+    left = (time.time() - about["started"]) / max(1, ended) * (total - ended) / 60
+    log.info("job %d of %d, %s: tau %.2f, %.0f s; about %.0f min left", ended, total, label, tau, seconds, left)
+
+
+def _print_plan(jobs: list[dict[str, Any]]) -> None:
+    table = Table(
+        "job", "disk", "memory", "hours", "done", title="Planned jobs (training alone; evaluation comes on top)"
+    )
+    for job in jobs:
+        plan = job["plan"]
+        cells = (f"{plan['disk_gb']:.2f} GB", f"{plan['memory_gb']:.2f} GB", f"{plan['hours']:.2f}")
+        table.add_row(job["job"], *cells, "yes" if job["is_done"] else "")
+    left = [job["plan"] for job in jobs if not job["is_done"]]
+    table.add_section()
+    most = max((plan["memory_gb"] for plan in left), default=0.0)
+    disk, hours = (sum(plan[name] for plan in left) for name in ("disk_gb", "hours"))
+    table.add_row(f"{len(left)} jobs to do", f"{disk:.2f} GB", f"{most:.2f} GB", f"{hours:.2f}", "")
+    Console().print(table)

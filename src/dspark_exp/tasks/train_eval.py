@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,9 +62,9 @@ def train_eval(job: Job) -> dict[str, Any]:
 
     With ``trainer.max_steps=0`` the drafter of ``drafter.init_from`` is evaluated as it is.
     """
-    if job.results_path.exists():
-        log.info("%s is finished already: %s", job.config.drafter.name, job.results_path)
-        return dict(json.loads(job.results_path.read_text()))
+    known = finished_results(job)
+    if known is not None:
+        return known
     started = time.perf_counter()
     config = job.config
     target = open_target(config)
@@ -88,6 +89,22 @@ def train_eval(job: Job) -> dict[str, Any]:
         write_json(job.results_path, results)
         tracker.log_results(_final_metrics(results), [job.results_path, job.folder / "config.json"])
     return results
+
+
+def finished_results(job: Job) -> dict[str, Any] | None:
+    """Results of this job, or of the same job of another experiment, whose folder is then linked from this one's."""
+    if job.results_path.exists():
+        log.info("%s is finished already: %s", job.config.drafter.name, job.results_path)
+        return dict(json.loads(job.results_path.read_text()))
+    if job.folder.exists():
+        return None  # begun here: it goes on from its checkpoint
+    for path in Path(job.config.paths.outputs).glob(f"*/{job.config.target.name}/{job.folder.name}/results.json"):
+        log.info("%s is finished already, in another experiment: %s", job.config.drafter.name, path)
+        results = {**json.loads(path.read_text()), "experiment": job.config.experiment or "single"}
+        job.folder.parent.mkdir(parents=True, exist_ok=True)
+        job.folder.symlink_to(os.path.relpath(path.parent, job.folder.parent), target_is_directory=True)
+        return results
+    return None
 
 
 def _calibrated(job: Job, target: Target, drafter: Any, training: dict[str, Any]) -> Calibration | None:
