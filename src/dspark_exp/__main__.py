@@ -31,6 +31,7 @@ def run(composed: DictConfig) -> None:
         make_tiny_target,
         prepare_data,
         profile_capacity,
+        ranks,
         serve,
         sweep,
         train_eval,
@@ -42,7 +43,7 @@ def run(composed: DictConfig) -> None:
     config = validated(composed)
     job = train_eval.Job(config, resolved_dict(composed))
     tasks: dict[str, Callable[[], object]] = {
-        "train_eval": lambda: train_eval.show(train_eval.train_eval(job)),
+        "train_eval": lambda: train_eval.show(ranks.train_on_devices(job)),
         "prepare_data": lambda: prepare_data.run_prepare_data(config),
         "inspect_data": lambda: inspect_data.run_inspect_data(config),
         "estimate": lambda: estimate.run_estimate(config),

@@ -116,6 +116,8 @@ class TrainerConfig:
     log_every_steps: int
     compile: bool  # torch.compile of the drafter's training pass
     accelerator: str
+    devices: Any  # ranks on this machine: a number, or auto = every visible GPU, one process on a CPU
+    num_nodes: int  # machines; above 1 the commands to type are printed
     precision: str  # auto | 32-true | bf16-mixed | ...
     num_workers: int
     num_threads: int | None  # CPU threads; null = PyTorch's choice
@@ -356,6 +358,7 @@ def _check_ranges(config: ExperimentConfig) -> None:
         "trainer.batch_size": config.trainer.batch_size,
         "trainer.num_anchors": config.trainer.num_anchors,
         "trainer.accumulate": config.trainer.accumulate,
+        "trainer.num_nodes": config.trainer.num_nodes,
         "trainer.validate_every_steps": config.trainer.validate_every_steps,
         "benchmark.num_prompts": config.benchmark.num_prompts,
         "benchmark.max_new_tokens": config.benchmark.max_new_tokens,

@@ -20,5 +20,9 @@ class TargetError(DsparkError):
     """A target model cannot be loaded or lacks a fact that drafting needs."""
 
 
+class LaunchError(DsparkError):
+    """Processes of a job on several devices could not start, failed, or were killed."""
+
+
 class CheckpointError(DsparkError):
     """A checkpoint is missing, incomplete or does not fit the model."""

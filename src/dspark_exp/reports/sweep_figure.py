@@ -7,22 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from matplotlib import pyplot as plt
 
 from dspark_exp.reports.figures import COLORS, MARKERS, save_figure
+from dspark_exp.reports.intervals import Interval
 
 _PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
 
-class _Interval(Protocol):
-    mean: float
-    low: float
-    high: float
-
-
-Point = tuple[str, Any, Mapping[str, _Interval]]  # line, x, tau by domain
+_BARS: dict[str, Any] = {"ms": 5, "capsize": 3, "elinewidth": 1}
+Point = tuple[str, Any, Mapping[str, Interval]]  # line, x, tau by domain
 
 
 def sweep_figure(points: Sequence[Point], x_name: str, domains: Sequence[str], title: str, path: Path) -> None:
@@ -40,14 +36,8 @@ def sweep_figure(points: Sequence[Point], x_name: str, domains: Sequence[str], t
             xs, means = [x for x, _ in found], [tau.mean for _, tau in found]
             spread = [[tau.mean - tau.low for _, tau in found], [tau.high - tau.mean for _, tau in found]]
             color = COLORS.get(line, _PALETTE[index % len(_PALETTE)])
-            style = {
-                "color": color,
-                "marker": MARKERS.get(line, "o"),
-                "ms": 5,
-                "lw": 1.7 if numeric else 0,
-                "capsize": 3,
-            }
-            axis.errorbar(xs, means, yerr=spread, label=line, elinewidth=1, **style)
+            marker, width_pt = MARKERS.get(line, "o"), 1.7 if numeric else 0.0
+            axis.errorbar(xs, means, spread, None, marker=marker, lw=width_pt, color=color, label=line, **_BARS)
         if logarithmic:
             axis.set_xscale("log")
         axis.set_xticks(list(place.values()), list(place), minor=False)

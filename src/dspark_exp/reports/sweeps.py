@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from scipy import stats
 
 from dspark_exp.metrics import interval
 from dspark_exp.reports.files import write_report
+from dspark_exp.reports.intervals import Interval
 from dspark_exp.reports.markdown import table
 from dspark_exp.reports.sweep_figure import sweep_figure
 from dspark_exp.reports.tables import Average, macro_averages
@@ -28,23 +28,7 @@ _ROW_KEYS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Interval:
-    """A mean with its 95% interval: Student's t over training runs, or, of a single run, a bootstrap over prompts."""
-
-    mean: float
-    low: float
-    high: float
-
-    @staticmethod
-    def of_runs(values: Sequence[float]) -> Interval:
-        """Of two runs or more."""
-        mean, error = float(np.mean(values)), float(np.std(values, ddof=1) / np.sqrt(len(values)))
-        half = float(stats.t.ppf(0.975, len(values) - 1)) * error
-        return Interval(mean, mean - half, mean + half)
-
-    def __str__(self) -> str:
-        return f"{self.mean:.2f} [{self.low:.2f}, {self.high:.2f}]"
+_ARM_KEYS = ("first", "second", "first_over", "second_over")
 
 
 @dataclass(frozen=True)
@@ -180,13 +164,10 @@ def percent(difference: Interval | None) -> str:
 def _verdict(claim: Mapping[str, Any], arms: Sequence[Arm]) -> Verdict:
     first, second = _find(arms, claim["first"]), _find(arms, claim["second"])
     over = [_find(arms, claim[key]) if claim.get(key) else None for key in ("first_over", "second_over")]
-    wanted = [first, second] + [
-        arm for arm, key in zip(over, ("first_over", "second_over"), strict=True) if claim.get(key)
-    ]
-    if any(arm is None for arm in wanted) or first is None or second is None:
-        return Verdict(claim["text"], None, 0, "missing")
-    seeds = sorted(set.intersection(*(set(arm.runs) for arm in wanted if arm is not None)))
-    if not seeds:
+    num_wanted = sum(bool(claim.get(key)) for key in _ARM_KEYS)
+    found = [arm for arm in (first, second, *over) if arm is not None]
+    seeds = sorted(set.intersection(*(set(arm.runs) for arm in found))) if found else []
+    if first is None or second is None or len(found) < num_wanted or not seeds:
         return Verdict(claim["text"], None, 0, "missing")
 
     def of(arm: Arm, divisor: Arm | None, seed: int) -> tuple[float, np.ndarray]:
@@ -222,9 +203,7 @@ def _find(arms: Sequence[Arm], options: Mapping[str, Any]) -> Arm | None:
 
 
 def _claimed(about: Mapping[str, Any]) -> set[str]:
-    arms = [
-        claim.get(key) or {} for claim in about["claims"] for key in ("first", "second", "first_over", "second_over")
-    ]
+    arms = [claim.get(key) or {} for claim in about["claims"] for key in _ARM_KEYS]
     return {option for arm in arms for option in arm}
 
 
@@ -271,9 +250,9 @@ def _markdown(results: dict[str, Any], arms: Sequence[Arm]) -> str:
         _missing(results["missing"]),
         _claims_table(results),
         f"![{about['question']}]({results['experiment']}.png)",
-        "Accepted length (tau, tokens a round), mean over benchmarks. Intervals are 95 %: Student's t over training runs, "
-        "or, of a single run, a bootstrap over prompts. Runs of one seed see the same rows and the same evaluation "
-        "prompts in every arm, so claims are judged on differences run by run.",
+        "Accepted length (tau, tokens a round), mean over benchmarks. Intervals are 95 %: Student's t over training "
+        "runs, or, of a single run, a bootstrap over prompts. Runs of one seed see the same rows and the same "
+        "evaluation prompts in every arm, so claims are judged on differences run by run.",
         table(["arm", "runs", *domains, "trained parameters", "training time"], body),
         f"Every arm: {' or '.join(map(str, steps))} optimizer steps, {prompts} prompts a benchmark, temperature "
         f"{sampling['temperature']:g}, at most {origin['evaluation']['max_new_tokens']} new tokens, whole blocks "

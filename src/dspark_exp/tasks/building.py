@@ -60,6 +60,22 @@ def device_of(accelerator: str) -> str:
     return known[accelerator]
 
 
+def devices_of(config: ExperimentConfig) -> int:
+    """Ranks on this machine.
+
+    Raises:
+        ConfigError: not a number of at least 1, or more GPUs than there are.
+    """
+    wanted, on_gpu = config.trainer.devices, device_of(config.trainer.accelerator) == "cuda"
+    if wanted == "auto":
+        return torch.cuda.device_count() if on_gpu else 1
+    if not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 1:
+        raise ConfigError(f"trainer.devices={wanted!r}: expected a number of at least 1, or auto.")
+    if on_gpu and wanted > torch.cuda.device_count():
+        raise ConfigError(f"trainer.devices={wanted}: this machine has {torch.cuda.device_count()} GPUs.")
+    return wanted
+
+
 def precision_of(config: ExperimentConfig) -> str:
     """``auto`` is bf16-mixed on a GPU and float32 on a CPU."""
     if config.trainer.precision != "auto":

@@ -17,6 +17,7 @@ from dspark_exp.config import ExperimentConfig
 from dspark_exp.data.benchmarks import Prompt
 from dspark_exp.data.rendering import render_prompt
 from dspark_exp.decoding import Clock, Generation, Request, Round, SpeculativeLoop
+from dspark_exp.launch import gathered, num_ranks, share
 from dspark_exp.metrics import AcceptanceByPosition, AcceptedLength, SurvivalCalibration, interval, resampled_ratios
 from dspark_exp.targets import Target
 from dspark_exp.tasks.building import build_early_exit, build_loop, build_policy, build_sampling, for_decoding
@@ -49,7 +50,7 @@ def evaluate(
     plain_speed = _tokens_per_s(plain, requests_of(config, target, sample)) if sample else float("nan")
     rows, rounds = [], {}
     for name, prompts in benchmarks.items():
-        generations = loop.run(requests_of(config, target, prompts))
+        generations = on_all_ranks(loop, requests_of(config, target, prompts))
         rounds[name] = [[vars(r) for r in g.rounds] for g in generations]
         row = metric_row(generations, drafter.block_size, loop.clock, calibration)
         speed = row["tokens_per_s"] / plain_speed if sample else float("nan")
@@ -66,8 +67,18 @@ def record_rounds(
     loop = build_loop(target, for_decoding(config, target, drafter), build_sampling(wanted.sampling), wanted.batch_size)
     found = {}
     for name, prompts in benchmarks.items():
-        found[name] = [[vars(r) for r in g.rounds] for g in loop.run(requests_of(config, target, prompts))]
+        found[name] = [[vars(r) for r in g.rounds] for g in on_all_ranks(loop, requests_of(config, target, prompts))]
     return found
+
+
+def on_all_ranks(loop: SpeculativeLoop, requests: Sequence[Request]) -> list[Generation]:
+    """Every rank decodes its share; all get all of it. A request's output does not depend on its batch, hence not on
+    the number of ranks. The loop's clock then holds the sum over ranks: speeds are those of one device."""
+    generations = gathered(loop.run(share(requests)))
+    if num_ranks() > 1:
+        clocks = [vars(clock) for clock in gathered([loop.clock])]
+        loop.clock = Clock(**{name: sum(clock[name] for clock in clocks) for name in clocks[0]})
+    return generations
 
 
 def draft_rounds(

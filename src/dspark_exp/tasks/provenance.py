@@ -13,6 +13,7 @@ import torch
 
 import dspark_exp
 from dspark_exp.config import ExperimentConfig
+from dspark_exp.launch import num_ranks
 from dspark_exp.targets import Target
 from dspark_exp.tasks.building import device_name
 
@@ -39,6 +40,7 @@ def provenance(
         "seed": config.seed,
         "device": device_name(target),
         "threads": torch.get_num_threads(),
+        "ranks": num_ranks(),
         "versions": {name: version(name) for name in _PACKAGES} | {"python": platform.python_version()},
         "code": {"version": dspark_exp.__version__, "revision": code_revision()},
     }

@@ -13,7 +13,6 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,11 @@ from rich.console import Console
 from rich.table import Table
 
 from dspark_exp.config import flattened
+from dspark_exp.data.manifest import write_json
 from dspark_exp.reports import build_report, build_sweep_report, print_sweep, print_table
 from dspark_exp.tasks.estimate import chosen_estimate
-from dspark_exp.tasks.train_eval import Job, finished_results, train_eval
+from dspark_exp.tasks.ranks import train_on_devices
+from dspark_exp.tasks.train_eval import Job, finished_results
 from dspark_exp.tracking import close_parent_run, open_parent_run
 
 log = logging.getLogger(__name__)
@@ -49,8 +50,8 @@ class SweepReport(Callback):
         about = {"num_jobs": math.prod(axes.values()), "swept": list(axes), "started": time.time()}
         (records / "sweep").write_text(json.dumps(about))
         if config.tracking.enabled and not config.sweep.plan:
-            tags = {"experiment": str(config.experiment), "target": str(config.target.name), "kind": "sweep"}
-            name = f"{config.experiment}/{config.target.name}"
+            tags = {"experiment": str(config.experiment or ""), "target": str(config.target.name), "kind": "sweep"}
+            name = f"{config.experiment or 'multirun'}/{config.target.name}"
             self._parent = open_parent_run(config.tracking.uri, config.tracking.experiment, name, tags)
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
@@ -64,7 +65,8 @@ class SweepReport(Callback):
             return
         folder = None
         if finished:
-            folder = Path(config.paths.reports, str(config.experiment), str(config.target.name))
+            named = Path(config.paths.reports, str(config.experiment), str(config.target.name))
+            folder = named if config.experiment is not None else records / "report"  # one without a name is not kept
             _write_report(config, folder, finished, missing)
             log.info("Report: %s", folder / "report.md")
         if self._parent is not None:
@@ -77,7 +79,7 @@ def _write_report(
 ) -> None:
     results = [json.loads(Path(job["results"]).read_text()) for job in finished]
     if config.sweep.x is None:
-        print_table(build_report(folder, str(config.experiment), results, missing))
+        print_table(build_report(folder, str(config.experiment or "multirun"), results, missing))
         return
     about: Any = OmegaConf.to_container(config.sweep, resolve=True)
     options = [flattened(json.loads(Path(job["results"]).with_name("config.json").read_text())) for job in finished]
@@ -101,20 +103,20 @@ def run_in_sweep(job: Job) -> None:
     label = _label(job, json.loads((folder / "sweep").read_text())["swept"])
     path = folder / f"{int(HydraConfig.get().job.num):04d}.json"
     record: dict[str, Any] = {"job": label, "status": "killed", "reason": "did not end"}
-    path.write_text(json.dumps(record))
+    write_json(path, record)
     started = time.perf_counter()
     try:
         if job.config.sweep.plan:
             record |= {"plan": chosen_estimate(job.config), "is_done": finished_results(job) is not None}
         else:
-            results = train_eval(job)
+            results = train_on_devices(job)
             tau = sum(row["tau"] for row in results["rows"]) / len(results["rows"])
             record |= {"results": str(job.results_path.absolute()), "tau": tau}
         record |= {"status": "finished", "reason": ""}
     except Exception as error:
         record |= {"status": "failed", "reason": _reason(error)}
         log.error("%s failed: %s", label, record["reason"], exc_info=bool(os.environ.get("HYDRA_FULL_ERROR")))
-    path.write_text(json.dumps(record))
+    write_json(path, record)
     if record["status"] == "finished" and not job.config.sweep.plan:
         _log_progress(folder, label, record["tau"], time.perf_counter() - started)
 

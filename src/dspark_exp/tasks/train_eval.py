@@ -12,19 +12,23 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
+from lightning.pytorch.strategies import DDPStrategy
 
 from dspark_exp.calibration import Calibration
 from dspark_exp.config import ExperimentConfig, flattened, job_key
 from dspark_exp.data.benchmarks import Prompt
 from dspark_exp.data.manifest import write_json
 from dspark_exp.decoding import check_policy
+from dspark_exp.errors import ConfigError
 from dspark_exp.hashing import short_digest
+from dspark_exp.launch import barrier, num_ranks, rank
 from dspark_exp.reports import merged, pooled_by_domain, print_table
 from dspark_exp.targets import Target
 from dspark_exp.tasks.building import (
     build_drafter,
     build_module,
     build_policy,
+    devices_of,
     load_benchmarks,
     open_target,
     precision_of,
@@ -65,6 +69,7 @@ def train_eval(job: Job) -> dict[str, Any]:
     known = finished_results(job)
     if known is not None:
         return known
+    _check_ranks(job.config)
     started = time.perf_counter()
     config = job.config
     target = open_target(config)
@@ -73,8 +78,7 @@ def train_eval(job: Job) -> dict[str, Any]:
     calibration_options(config)
     check_policy(build_policy(config, target), drafter)
     module = _module(config, target, drafter)
-    job.folder.mkdir(parents=True, exist_ok=True)
-    (job.folder / "config.json").write_text(json.dumps(job.plain, indent=1))
+    prepare_folder(job)
     is_trained = config.trainer.max_steps > 0
     data = prepare_data(config, target) if is_trained else None
     prepared_s = time.perf_counter() - started
@@ -85,10 +89,28 @@ def train_eval(job: Job) -> dict[str, Any]:
         results = _results(job, target, data, training, evaluation, _prompt_hashes(benchmarks))
         results["calibration"] = None if calibration is None else calibration.as_dict()
         results["seconds"] = {**training["seconds"], "prepare": prepared_s, "total": time.perf_counter() - started}
-        (job.folder / "rounds.json").write_text(json.dumps(evaluation.rounds))
-        write_json(job.results_path, results)
-        tracker.log_results(_final_metrics(results), [job.results_path, job.folder / "config.json"])
+        if rank() == 0:
+            (job.folder / "rounds.json").write_text(json.dumps(evaluation.rounds))
+            write_json(job.results_path, results)
+            tracker.log_results(_final_metrics(results), [job.results_path, job.folder / "config.json"])
+    barrier()
     return results
+
+
+def prepare_folder(job: Job) -> None:
+    """The job's folder with its config, which is also what ranks are handed."""
+    job.folder.mkdir(parents=True, exist_ok=True)
+    if rank() == 0:
+        write_json(job.folder / "config.json", job.plain)
+
+
+def _check_ranks(config: ExperimentConfig) -> None:
+    wanted = devices_of(config) * config.trainer.num_nodes
+    if wanted != num_ranks():
+        raise ConfigError(
+            f"trainer.devices={config.trainer.devices} on {config.trainer.num_nodes} node(s) needs {wanted} ranks, but "
+            f"{num_ranks()} run."
+        )
 
 
 def finished_results(job: Job) -> dict[str, Any] | None:
@@ -110,7 +132,7 @@ def finished_results(job: Job) -> dict[str, Any] | None:
 def _calibrated(job: Job, target: Target, drafter: Any, training: dict[str, Any]) -> Calibration | None:
     """Fit temperatures and keep them beside the weights they belong to."""
     calibration = calibrate(job.config, target, drafter)
-    if calibration is not None and training["checkpoint"] is not None:
+    if calibration is not None and training["checkpoint"] is not None and rank() == 0:
         store_calibration(job.folder / "checkpoints" / training["checkpoint"], calibration)
     return calibration
 
@@ -197,7 +219,9 @@ def _train(
         accumulate_grad_batches=wanted.accumulate,
         precision=precision_of(config),  # type: ignore[arg-type]
         accelerator=wanted.accelerator,
-        devices=1,
+        devices=devices_of(config),
+        num_nodes=wanted.num_nodes,
+        strategy="auto" if num_ranks() == 1 else DDPStrategy(find_unused_parameters=module.has_idle_head),
         val_check_interval=min(wanted.validate_every_steps, wanted.max_steps) * wanted.accumulate,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,

@@ -17,7 +17,8 @@ from dspark_exp.errors import ConfigError
 from dspark_exp.targets import Target
 from dspark_exp.tasks.building import build_drafter, for_decoding
 from dspark_exp.tasks.checkpoints import load_drafter
-from dspark_exp.tasks.train_eval import Job, train_eval
+from dspark_exp.tasks.ranks import train_on_devices
+from dspark_exp.tasks.train_eval import Job
 
 log = logging.getLogger(__name__)
 _TRAINING = ("seed", "target", "drafter", "data", "features", "trainer")
@@ -46,7 +47,7 @@ def trained_drafter(job: Job, target: Target) -> Trained:
     path = known_checkpoint(job)
     if path is None:
         log.info("No finished job has trained %s with these options: training it now", config.drafter.name)
-        results = train_eval(job)
+        results = train_on_devices(job)
         path = job.folder / "checkpoints" / results["training"]["checkpoint"]
     loaded = load_drafter(path, drafter)
     log.info("Drafter: %s, step %d", path, loaded.step)

@@ -56,12 +56,14 @@ class DraftDiagnostics(L.Callback):
         self._min_rounds, self._has_confidence = min_rounds, False
 
     def on_validation_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
+        self._has_confidence = pl_module.drafter.confidence_head is not None  # type: ignore[union-attr]
+        for metric in (self._acceptance, self._survival):
+            metric.to(pl_module.device)  # where ranks can sum it
         rounds = [r for r in outputs["rounds"] if r.drafted]
         if not rounds:
             return
         accepted, verified = (torch.tensor([getattr(r, name) for r in rounds]) for name in ("accepted", "verified"))
         self._acceptance.update(accepted, verified)
-        self._has_confidence = bool(rounds[0].confidence)
         if self._has_confidence:
             self._survival.update(torch.tensor([r.confidence for r in rounds]), accepted, verified)
 

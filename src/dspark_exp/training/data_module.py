@@ -79,6 +79,7 @@ class DrafterData(L.LightningDataModule):
         self._rows, self._prompts = rows, validation_prompts
         self._batch_size, self._num_steps, self._seed = batch_size, num_steps, seed
         self._pad_id, self._num_workers = pad_id, num_workers
+        self.domains = sorted({domain for _, domain in validation_prompts})  # of all ranks
         self._first_step = 0
 
     def train_dataloader(self) -> DataLoader[StoredRow]:
@@ -110,9 +111,15 @@ class DrafterData(L.LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         done = self.trainer.fit_loop.epoch_loop.batch_progress.total.completed if self.trainer else 0
-        return {"next_step": int(done)}
+        return {"next_step": int(done), "num_ranks": self.trainer.world_size if self.trainer else 1}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        before, now = state_dict.get("num_ranks", 1), self.trainer.world_size if self.trainer else 1
+        if before != now:
+            raise ConfigError(
+                f"This run was begun on {before} rank(s) and cannot go on with {now}: their batches differ. Set "
+                f"trainer.devices and trainer.num_nodes as before, or begin anew with another paths.outputs."
+            )
         self._first_step = int(state_dict["next_step"])
 
     def _collate(self, items: Sequence[StoredRow]) -> dict[str, Tensor]:

@@ -82,6 +82,7 @@ class DrafterModule(L.LightningModule):
     """
 
     drafter: Any
+    objective: Any
     val_tau_by_domain: Any
 
     def __init__(
@@ -100,6 +101,11 @@ class DrafterModule(L.LightningModule):
         self.val_tau = AcceptedLength()
         self.val_tau_by_domain = nn.ModuleDict()
         self.learning_curve: list[dict[str, float]] = []
+
+    @property
+    def has_idle_head(self) -> bool:
+        """Whether a head gets no gradient because its loss weighs nothing."""
+        return self.drafter.confidence_head is not None and self.objective.confidence == 0
 
     def objective_of(self, features: TargetFeatures, step: int) -> ObjectiveResult:
         """Loss of one batch at an optimizer step. Implemented by the variants."""
@@ -134,6 +140,12 @@ class DrafterModule(L.LightningModule):
         assert isinstance(summed, Tensor)
         return summed
 
+    def on_validation_epoch_start(self) -> None:
+        # on every rank every domain, also those none of whose prompts it drafts for: sums are collective
+        for domain in self.trainer.datamodule.domains:  # type: ignore[attr-defined]
+            if domain not in self.val_tau_by_domain:
+                self.val_tau_by_domain[domain] = AcceptedLength().to(self.device)
+
     def validation_step(self, batch: Sequence[tuple[list[int], str]], _: int) -> dict[str, list[Any]]:
         """Draft for every prompt; returns all rounds, for callbacks that look closer."""
         assert self._draft_loop is not None
@@ -141,8 +153,6 @@ class DrafterModule(L.LightningModule):
         for (_ids, domain), of_prompt in zip(batch, rounds, strict=True):
             emitted = torch.tensor([r.emitted for r in of_prompt], device=self.device)
             self.val_tau.update(emitted)
-            if domain not in self.val_tau_by_domain:
-                self.val_tau_by_domain[domain] = AcceptedLength().to(self.device)
             self.val_tau_by_domain[domain].update(emitted)
         return {"rounds": [r for of_prompt in rounds for r in of_prompt]}
 

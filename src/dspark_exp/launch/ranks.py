@@ -1,0 +1,56 @@
+"""This process among the ranks of its job. One rank where nothing was launched. Knows nothing about models."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import distributed
+
+Item = TypeVar("Item")
+
+
+def rank() -> int:
+    """Global rank of this process."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def num_ranks() -> int:
+    """Processes of this job, over all nodes."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def join_ranks() -> None:
+    """Meet the other ranks: gloo for CPU tensors and objects, NCCL for those on a GPU; each rank on its own GPU."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+
+
+def leave_ranks() -> None:
+    """Part in order; a rank that ends by an error does not come here."""
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def share(items: Sequence[Item]) -> list[Item]:
+    """Every n-th item, from this rank on."""
+    return list(items[rank() :: num_ranks()])
+
+
+def gathered(own: Sequence[Item]) -> list[Item]:
+    """The results of all ranks for items that ``share`` dealt out, in the order of the items, on every rank."""
+    if num_ranks() == 1:
+        return list(own)
+    parts: list[Any] = [None] * num_ranks()
+    distributed.all_gather_object(parts, list(own))
+    total = sum(len(part) for part in parts)
+    return [parts[index % len(parts)][index // len(parts)] for index in range(total)]
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    if num_ranks() > 1:
+        distributed.barrier()

@@ -1,0 +1,89 @@
+"""Recipe: a job on the devices that its config names. One device: here. Several: handed over to torchrun.
+
+The hand-over is a file with the fully resolved config; ranks never see Hydra or the command line.
+Run as a module, this is a rank: ``python -m dspark_exp.tasks.ranks CONFIG.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from dspark_exp.config import validated
+from dspark_exp.errors import ConfigError, DsparkError
+from dspark_exp.launch import multi_node_commands, num_ranks, rank, run_on_ranks
+from dspark_exp.launch.ranks import join_ranks, leave_ranks
+from dspark_exp.launch.torchrun import FAILURE
+from dspark_exp.tasks.building import devices_of
+from dspark_exp.tasks.train_eval import Job, finished_results, prepare_folder, train_eval
+
+log = logging.getLogger(__name__)
+_MODULE = "dspark_exp.tasks.ranks"
+
+
+def train_on_devices(job: Job) -> dict[str, Any]:
+    """``train_eval`` on ``trainer.devices``.
+
+    Raises:
+        ConfigError: several nodes: the message holds the commands to type.
+        LaunchError: a rank failed.
+    """
+    config = job.config
+    processes = devices_of(config)
+    if processes * config.trainer.num_nodes == 1:
+        return train_eval(job)
+    known = finished_results(job)
+    if known is not None:
+        return known
+    prepare_folder(job)
+    handed = job.folder / "config.json"
+    if config.trainer.num_nodes > 1:
+        commands = multi_node_commands(_MODULE, [str(handed.absolute())], processes, config.trainer.num_nodes)
+        lines = "\n".join(f"  {where}:\n    {command}" for where, command in commands.items())
+        raise ConfigError(
+            f"trainer.num_nodes={config.trainer.num_nodes}: this process can only start ranks of its own machine. The "
+            f"job is ready in {handed.parent}; start it with\n{lines}\nand type this command again for its report."
+        )
+    log.info("%s on %d ranks; their logs: %s", config.drafter.name, processes, job.folder / "ranks")
+    run_on_ranks(_MODULE, [str(handed.absolute())], processes, job.folder / "ranks")
+    return dict(json.loads(job.results_path.read_text()))
+
+
+def run_rank(path: Path) -> None:
+    """One rank: the job of a hand-over file."""
+    plain = json.loads(path.read_text())
+    job = Job(validated(OmegaConf.create(plain)), plain)
+    if job.config.trainer.accelerator == "cpu" or not torch.cuda.is_available():
+        torch.set_num_threads(job.config.trainer.num_threads or torch.get_num_threads())
+    join_ranks()
+    train_eval(job)
+    leave_ranks()
+
+
+def main() -> None:
+    """A DsparkError becomes one sentence that the owner of the job reads."""
+    level = logging.INFO if rank() == 0 else logging.WARNING
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S", force=True)
+    for name in ("lightning.pytorch", "lightning.fabric", "httpx", "alembic", "mlflow"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module="lightning")
+    path = Path(sys.argv[1])
+    try:
+        run_rank(path)
+    except DsparkError as error:
+        logs = path.parent / "ranks"
+        logs.mkdir(exist_ok=True)
+        (logs / FAILURE.format(rank=rank())).write_text(str(error))
+        print(f"dspark_exp: rank {rank()} of {num_ranks()}: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

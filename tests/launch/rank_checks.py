@@ -1,0 +1,112 @@
+"""What two ranks check of each other: ``torchrun -m tests.launch.rank_checks NAME ...`` (``test_ranks.py`` does it)."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dspark_exp.contracts import AnchorBlocks, TargetFeatures
+from dspark_exp.data.anchors import draw_anchors
+from dspark_exp.decoding import Request, Sampling, SpeculativeLoop
+from dspark_exp.launch import gathered, num_ranks, rank, share
+from dspark_exp.launch.ranks import join_ranks, leave_ranks
+from dspark_exp.objectives import BlockObjective, TrainingTimeTestObjective
+from dspark_exp.tasks.evaluate import on_all_ranks
+from tests.conftest import BLOCK_SIZE, make_cache, make_drafter, random_target
+
+
+class _Loss(nn.Module):
+    """A drafter and its objective as one module, as DDP wraps a LightningModule."""
+
+    def __init__(self, kind: str, drafter: nn.Module) -> None:
+        super().__init__()
+        self.kind, self.drafter = kind, drafter
+
+    def forward(self, features: TargetFeatures, blocks: AnchorBlocks, sum_over_ranks) -> Tensor:
+        drafter = self.drafter
+        if self.kind == "eagle3":
+            normed = [drafter.norm(hidden) for hidden in drafter(features, drafter.block_size)]
+            return TrainingTimeTestObjective()(normed, features, drafter.frozen, sum_over_ranks).loss
+        objective = BlockObjective(0.1, 0.9, 1.0)
+        return objective(drafter(features, blocks), blocks, features, drafter.frozen, 1.0, sum_over_ranks).loss
+
+
+def _sum_over_ranks(value: Tensor) -> Tensor:
+    total = value.clone()
+    distributed.all_reduce(total)
+    return total
+
+
+def _batch(dead_rows: slice) -> tuple[TargetFeatures, AnchorBlocks]:
+    """Four conversations of random features; ``dead_rows`` have nothing supervised."""
+    target = random_target()
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(2, 10, (4, 20), generator=generator)
+    supervised = torch.ones_like(ids, dtype=torch.bool)
+    supervised[dead_rows] = False
+    with torch.no_grad():
+        taps, final = target.features(ids, torch.ones_like(ids))
+    blocks = draw_anchors(ids, supervised, 3, BLOCK_SIZE, generator)
+    return TargetFeatures(ids, supervised, taps, final, torch.full((4,), 20)), blocks
+
+
+def _rows(features: TargetFeatures, blocks: AnchorBlocks, rows: slice) -> tuple[TargetFeatures, AnchorBlocks]:
+    picked = TargetFeatures(*(value[rows] for value in vars(features).values()))
+    return picked, AnchorBlocks(**{name: value[rows] for name, value in vars(blocks).items()})
+
+
+def _check_gradients(kind: str, dead_rows: slice) -> None:
+    features, blocks = _batch(dead_rows)
+    joint = _Loss(kind, make_drafter(kind, random_target()).train())
+    loss = joint(features, blocks, lambda value: value)
+    loss.backward()
+    wrapped = DistributedDataParallel(_Loss(kind, make_drafter(kind, random_target()).train()))
+    own = _rows(features, blocks, slice(2 * rank(), 2 * rank() + 2))
+    part = wrapped(*own, _sum_over_ranks)
+    (part * num_ranks()).backward()
+    torch.testing.assert_close(_sum_over_ranks(part.detach()), loss.detach(), atol=1e-6, rtol=1e-6)
+    alone, shared = dict(joint.named_parameters()), dict(wrapped.module.named_parameters())
+    for name, parameter in alone.items():
+        torch.testing.assert_close(
+            shared[name].grad, parameter.grad, atol=1e-6, rtol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+def gradients_equal_one_process_on_the_joined_batch() -> None:
+    for kind in ("dflash", "dspark_markov", "dspark_gated", "dspark_rnn", "eagle3"):
+        _check_gradients(kind, slice(0, 0))
+
+
+def a_rank_with_nothing_live_neither_hangs_nor_changes_the_others() -> None:
+    for kind in ("dspark_markov", "dspark_rnn", "eagle3"):
+        _check_gradients(kind, slice(2, 4))  # all rows of rank 1
+
+
+def results_come_back_in_the_order_of_the_items() -> None:
+    for count in (0, 1, 2, 5, 8):
+        items = list(range(count))
+        assert gathered([10 * item for item in share(items)]) == [10 * item for item in items]
+
+
+def sharded_decoding_equals_one_process() -> None:
+    target = random_target()
+    drafter = make_drafter("dspark_markov", target)
+    requests = [Request([2, 3, 4 + index % 5], 10, seed=index) for index in range(7)]
+
+    def loop() -> SpeculativeLoop:
+        return SpeculativeLoop(target, drafter, make_cache, Sampling(1.0, 0, 1.0), batch_size=3)
+
+    alone, shared = loop().run(requests), on_all_ranks(loop(), requests)
+    assert [g.token_ids for g in shared] == [g.token_ids for g in alone]
+    assert [[r.accepted for r in g.rounds] for g in shared] == [[r.accepted for r in g.rounds] for g in alone]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    join_ranks()
+    for check in sys.argv[1:]:
+        globals()[check]()
+    leave_ranks()
