@@ -32,6 +32,7 @@ def run(composed: DictConfig) -> None:
         prepare_data,
         profile_capacity,
         ranks,
+        report,
         serve,
         sweep,
         train_eval,
@@ -56,6 +57,7 @@ def run(composed: DictConfig) -> None:
         "load_adaptive": lambda: load.run_load_adaptive(job),
         "staleness": lambda: load.run_staleness(job),
         "early_exit": lambda: load.run_early_exit(job),
+        "report": lambda: report.run_report(config),
         "serve": lambda: serve.run_serve(job),
         "make_tiny_target": lambda: make_tiny_target.run_make_tiny_target(config),
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from dspark_exp.reports.claims import Verdict, percent, table1_verdicts
 from dspark_exp.reports.paper import BENCHMARKS, TABLE_1
 from dspark_exp.reports.tables import MIN_ROUNDS, by_drafter, gain, in_order, macro_averages, pooled_by_domain
 
@@ -24,6 +25,7 @@ def report_markdown(report: dict[str, Any]) -> str:
         "Brackets: 95% bootstrap interval over prompts. Averages are macro-averages over benchmarks.",
         _tau_table(report["rows"]),
         _gains(report["rows"]),
+        claims_table(table1_verdicts(report["rows"])),
         "## Conditional acceptance by position",
         "![Conditional acceptance by position](position.png)",
         _position_table(report["rows"]),
@@ -51,6 +53,15 @@ def _learning(report: dict[str, Any]) -> str:
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def claims_table(verdicts: Sequence[Verdict]) -> str:
+    """Claims with what was measured."""
+    body = [
+        [f"**{verdict.verdict}**", verdict.claim, percent(verdict.difference) or "-", str(verdict.num_runs)]
+        for verdict in verdicts
+    ]
+    return table(["verdict", "claim", "relative difference, 95 %", "runs"], body) if body else ""
 
 
 def _missing(report: dict[str, Any]) -> str:

@@ -16,9 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from dspark_exp.metrics import interval
+from dspark_exp.reports.claims import Verdict, judge, percent
 from dspark_exp.reports.files import write_report
 from dspark_exp.reports.intervals import Interval
-from dspark_exp.reports.markdown import table
+from dspark_exp.reports.markdown import claims_table, table
 from dspark_exp.reports.sweep_figure import sweep_figure
 from dspark_exp.reports.tables import Average, macro_averages
 
@@ -45,16 +46,6 @@ class Arm:
         if len(found) > 1:
             return Interval.of_runs([average.tau for average in found])
         return Interval(found[0].tau, found[0].low, found[0].high)
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A claim with the measured relative difference."""
-
-    claim: str
-    difference: Interval | None  # relative; None where an arm is missing
-    num_runs: int
-    verdict: str  # shown | not shown | contradicted | missing
 
 
 def build_sweep_report(
@@ -154,13 +145,6 @@ def print_sweep(results: dict[str, Any]) -> None:
         console.print(f"{verdict.verdict}: {verdict.claim} {percent(verdict.difference)}")
 
 
-def percent(difference: Interval | None) -> str:
-    """``+4.1 % [+2.0, +6.3]``."""
-    if difference is None:
-        return ""
-    return f"{100 * difference.mean:+.1f} % [{100 * difference.low:+.1f}, {100 * difference.high:+.1f}]"
-
-
 def _verdict(claim: Mapping[str, Any], arms: Sequence[Arm]) -> Verdict:
     first, second = _find(arms, claim["first"]), _find(arms, claim["second"])
     over = [_find(arms, claim[key]) if claim.get(key) else None for key in ("first_over", "second_over")]
@@ -183,18 +167,12 @@ def _verdict(claim: Mapping[str, Any], arms: Sequence[Arm]) -> Verdict:
         difference = Interval.of_runs(values)
     else:
         difference = Interval(values[0], *interval(pairs[0][0][1] / pairs[0][1][1] - 1))
-    return Verdict(claim["text"], difference, len(seeds), _judge(claim, difference))
-
-
-def _judge(claim: Mapping[str, Any], difference: Interval) -> str:
-    margin = float(claim.get("margin") or 0.0) if claim.get("kind") == "equal_within" else 0.0
-    if margin:
-        if -margin < difference.low and difference.high < margin:
-            return "shown"
-        return "contradicted" if difference.low > margin or difference.high < -margin else "not shown"
-    if difference.low > 0:
-        return "shown"
-    return "contradicted" if difference.high < 0 else "not shown"
+    return Verdict(
+        claim["text"],
+        difference,
+        len(seeds),
+        judge(difference, float(claim.get("margin") or 0.0) if claim.get("kind") == "equal_within" else 0.0),
+    )
 
 
 def _find(arms: Sequence[Arm], options: Mapping[str, Any]) -> Arm | None:
@@ -248,7 +226,7 @@ def _markdown(results: dict[str, Any], arms: Sequence[Arm]) -> str:
         f"# {results['experiment']} on {results['target']}",
         about["question"],
         _missing(results["missing"]),
-        _claims_table(results),
+        claims_table(verdicts_of(results)),
         f"![{about['question']}]({results['experiment']}.png)",
         "Accepted length (tau, tokens a round), mean over benchmarks. Intervals are 95 %: Student's t over training "
         "runs, or, of a single run, a bootstrap over prompts. Runs of one seed see the same rows and the same "
@@ -260,16 +238,6 @@ def _markdown(results: dict[str, Any], arms: Sequence[Arm]) -> str:
         "under one small budget: this says nothing about where they would end.",
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
-
-
-def _claims_table(results: dict[str, Any]) -> str:
-    body = [
-        [f"**{verdict.verdict}**", verdict.claim, percent(verdict.difference) or "-", str(verdict.num_runs)]
-        for verdict in verdicts_of(results)
-    ]
-    if not body:
-        return ""
-    return table(["verdict", "claim", "relative difference", "runs"], body)
 
 
 def _missing(missing: Sequence[dict[str, str]]) -> str:
