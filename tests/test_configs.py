@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dspark_exp.__main__ import CONF
-from dspark_exp.config import job_key, resolved_dict, validated
+from dspark_exp.config import flattened, job_key, resolved_dict, validated
 from dspark_exp.errors import ConfigError
 from dspark_exp.tasks.building import build_drafter, build_policy, construct
 from tests.conftest import composed, random_target
@@ -36,9 +36,22 @@ def test_every_drafter_file_builds(drafter: str) -> None:
     build_policy(config, target)
 
 
-@pytest.mark.parametrize("experiment", ["table1", "make_tiny_target"])
-def test_experimentscomposed(experiment: str) -> None:
+@pytest.mark.parametrize("experiment", [path.stem for path in sorted(Path(CONF).glob("experiment/*.yaml"))])
+def test_every_experiment_composes_under_its_own_name(experiment: str) -> None:
     assert validated(composed(f"+experiment={experiment}")).experiment == experiment
+
+
+@pytest.mark.parametrize("path", sorted((Path(CONF).parent / "sweeps").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_sweep_composes_and_its_claims_name_real_options(path: Path) -> None:
+    name = path.stem
+    plain = resolved_dict(composed(f"+sweeps={name}"))
+    config = validated(composed(f"+sweeps={name}"))
+    assert config.experiment == name
+    options = flattened(plain)
+    arms = [arm for c in config.sweep.claims for arm in (c.first, c.second, c.first_over, c.second_over) if arm]
+    assert arms
+    for option in {config.sweep.x, *config.sweep.lines, *(key for arm in arms for key in arm)}:
+        assert option in options, option
 
 
 def test_a_target_chooses_its_data_and_benchmarks_and_the_command_line_wins() -> None:

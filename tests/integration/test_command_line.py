@@ -118,6 +118,38 @@ def test_table1_reports_survives_a_failing_job_and_repeats_only_what_is_missing(
     _check_mlflow(tmp_path, results)
 
 
+@pytest.mark.slow
+def test_a_sweep_in_parallel_jobs_reports_with_verdicts_and_repeats_no_finished_job(tmp_path: Path) -> None:
+    few = [argument for argument in FAST if not argument.startswith("drafter.network.block_size")]
+    parallel = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "trainer.num_threads=1", "tracking=mlflow"]
+    sweep = ["+sweeps=block_size", "drafter=dflash,dspark_markov", "drafter.network.block_size=4", *few, *parallel]
+    planned = _run(*sweep, "seed=0,1", "sweep.plan=true", cwd=tmp_path)
+    assert planned.returncode == 0, planned.stderr
+    assert "4 jobs to do" in planned.stdout
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+    half = _run(*sweep, "seed=0", cwd=tmp_path)  # as if the sweep had been stopped half way
+    assert half.returncode == 0, half.stderr
+    assert len(list(tmp_path.glob("outputs/block_size/tiny/*/results.json"))) == 2
+    whole = _run(*sweep, "seed=0,1", cwd=tmp_path)
+    assert whole.returncode == 0, whole.stderr
+    assert whole.stdout.count("finished already") == 2
+    assert "job 4 of 4" in whole.stdout
+    results = json.loads((tmp_path / "reports" / "block_size" / "tiny" / "results.json").read_text())
+    assert len(results["jobs"]) == 4
+    assert {job["options"]["seed"] for job in results["jobs"]} == {0, 1}
+
+    # another experiment with the same options takes the finished jobs
+    options = ["drafter=dflash", "drafter.network.block_size=4", "calibration.num_prompts=0", "trainer.num_threads=1"]
+    single = _run(*few, *options, cwd=tmp_path)
+    assert single.returncode == 0, single.stderr
+    assert "in another experiment" in single.stdout
+
+    rebuilt = _run("task=report", cwd=tmp_path)
+    assert rebuilt.returncode == 0, rebuilt.stderr
+    assert "block_size on tiny" in (tmp_path / "reports" / "index.html").read_text()
+
+
 def _check_mlflow(folder: Path, results: dict) -> None:
     from mlflow import MlflowClient
 

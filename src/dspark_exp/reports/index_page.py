@@ -96,8 +96,8 @@ def _claims(found: list[_Report]) -> str:
         "<section><h2>Claims</h2><p>A claim of the paper, or a question it leaves open, is <em>shown</em> where the "
         "whole 95 % interval of the relative difference lies on its side, <em>contradicted</em> where it lies on the "
         "other, and <em>not shown</em> between. Differences are over training runs where a report has several, else "
-        f'over prompts of one run. {summary}.</p><div class="wide"><table><thead><tr><th>verdict</th><th>claim</th>'
-        "<th>measured difference</th><th>runs</th><th>report</th></tr></thead><tbody>"
+        f'over prompts of one run. {summary}.</p><div class="wide claims"><table><thead><tr><th>verdict</th>'
+        "<th>claim</th><th>measured difference</th><th>runs</th><th>report</th></tr></thead><tbody>"
         f"{''.join(rows)}</tbody></table></div></section>"
     )
 

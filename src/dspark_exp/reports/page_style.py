@@ -19,6 +19,7 @@ th,td{padding:.32rem .6rem;border-bottom:1px solid var(--line);text-align:left;v
 th{cursor:pointer;white-space:nowrap;color:var(--soft);font-weight:600;user-select:none}
 th[aria-sort=ascending]::after{content:" \\25B2"}th[aria-sort=descending]::after{content:" \\25BC"}
 tbody tr:nth-child(even){background:var(--stripe)}
+.claims td:nth-child(2){min-width:15rem}
 .verdict{font-weight:600;white-space:nowrap}.shown{color:var(--good)}.contradicted{color:var(--bad)}
 .not-shown,.not-at-this-scale{color:var(--open)}
 pre{overflow-x:auto;font-size:.78rem;background:var(--stripe);padding:.8rem;border-radius:6px}

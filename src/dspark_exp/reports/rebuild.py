@@ -19,6 +19,7 @@ _WRITERS: dict[str, Callable[[Path, dict[str, Any]], object]] = {
     "table1": lambda folder, results: write_files(results, folder),
     "capacity": lambda folder, results: write_capacity_report(folder, results["target"], results),
     "reliability": write_reliability,
+    "reliability_greedy": write_reliability,
     "threshold": write_threshold,
     "calibration_shift": write_shift,
     "pareto": write_pareto,

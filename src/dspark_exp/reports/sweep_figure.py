@@ -51,7 +51,7 @@ def sweep_figure(points: Sequence[Point], x_name: str, domains: Sequence[str], t
         axis.spines[["top", "right"]].set_visible(False)
         if panel == 0:
             axis.set_ylabel("accepted length (tokens per round)")
-            if len(lines) > 1:
+            if len(lines) > 1 and lines != [str(x) for x in values]:
                 axis.legend(frameon=False, fontsize=8.5)
     figure.suptitle(f"{title} (bars: 95 %)", fontsize=11, y=1.02)
     save_figure(figure, path, wspace=0.28)

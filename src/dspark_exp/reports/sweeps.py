@@ -92,7 +92,11 @@ def write_sweep_files(results: dict[str, Any], folder: Path) -> Path:
     path = write_report(folder, results, _markdown(results, arms), rows)
     x, lines = results["sweep"]["x"], results["sweep"]["lines"]
     points = [
-        (" ".join(str(arm.options[key]) for key in lines), arm.options[x], {d: arm.tau(d) for d in _domains(arms)})
+        (
+            " ".join(str(arm.options[key]) for key in lines or [x]),
+            arm.options[x],
+            {d: arm.tau(d) for d in _domains(arms)},
+        )
         for arm in arms
     ]
     num_runs = max(len(arm.runs) for arm in arms)
