@@ -156,6 +156,10 @@ def _check_mlflow(folder: Path, results: dict) -> None:
     client = MlflowClient(f"sqlite:///{folder}/outputs/mlflow.db")
     experiment = client.get_experiment_by_name("dspark_exp")
     runs = client.search_runs([experiment.experiment_id])
+    job = next(run for run in runs if run.data.tags.get("drafter") == "dspark_markov" and "tau/all" in run.data.metrics)
+    for name in ("tau/equations", "acceptance/pos_1", "train/ce"):
+        assert name in job.data.metrics, name
+    assert {one.dataset.name for one in job.inputs.dataset_inputs} == {"conversations", "equations", "thanks"}
     parents = [run for run in runs if run.data.tags.get("kind") == "sweep"]
     last = max(parents, key=lambda run: run.info.start_time)
     assert last.info.status == "FINISHED"

@@ -38,7 +38,7 @@ from dspark_exp.tasks.checkpoints import load_drafter, store_calibration
 from dspark_exp.tasks.evaluate import Evaluation, draft_rounds, evaluate
 from dspark_exp.tasks.prepare_data import PreparedData, compute_of, prepare_data
 from dspark_exp.tasks.provenance import provenance
-from dspark_exp.tracking import JobTracker
+from dspark_exp.tracking import JobTracker, TrackedData
 from dspark_exp.training import DataWait, DraftDiagnostics, DrafterData, DrafterModule, Optimization
 
 log = logging.getLogger(__name__)
@@ -93,6 +93,7 @@ def train_eval(job: Job) -> dict[str, Any]:
             (job.folder / "rounds.json").write_text(json.dumps(evaluation.rounds))
             write_json(job.results_path, results)
             tracker.log_results(_final_metrics(results), [job.results_path, job.folder / "config.json"])
+            tracker.log_datasets(_datasets(results))
     barrier()
     return results
 
@@ -156,7 +157,11 @@ def _tracker(job: Job) -> JobTracker:
 
 def _final_metrics(results: dict[str, Any]) -> dict[str, float]:
     """Final figures under names that compare well: tau/<benchmark>, acceptance/pos_k, ece/pos_k."""
-    metrics = {f"tau/{row['benchmark']}": row["tau"] for row in results["rows"]}
+    rows = results["rows"]
+    metrics = {f"tau/{row['benchmark']}": row["tau"] for row in rows}
+    metrics["tau/all"] = sum(metrics.values()) / len(metrics)
+    (joined,) = pooled_by_domain([{**row, "domain": "all"} for row in rows]).values()
+    metrics |= {f"acceptance/pos_{k + 1}": value for k, value in enumerate(joined.conditional) if value is not None}
     for domain, row in pooled_by_domain(results["rows"]).items():
         metrics[f"tau_{domain}"] = row.tau
         for k, value in enumerate(row.conditional):
@@ -166,6 +171,18 @@ def _final_metrics(results: dict[str, Any]) -> dict[str, float]:
         for k, value in enumerate(_mean_by_position([row[key]["ece"] for row in results["rows"] if key in row])):
             metrics[f"ece/pos_{k + 1}_{name}"] = value
     return metrics
+
+
+def _datasets(results: dict[str, Any]) -> list[TrackedData]:
+    """What was trained on and the prompts of every benchmark, by their hashes."""
+    origin = results["provenance"]
+    prompts = origin["evaluation"]["prompts_sha256"]
+    found = [TrackedData(name, digest, "evaluation", {}) for name, digest in prompts.items()]
+    if "train" in origin["data"]:
+        summary = origin["data"]["train"]
+        digest = origin["data"].get("prompts_sha256") or short_digest(summary)
+        found.insert(0, TrackedData(str(origin["data"].get("path") or "conversations"), digest, "training", summary))
+    return found
 
 
 def _mean_by_position(rows: list[list[float | None]]) -> list[float]:

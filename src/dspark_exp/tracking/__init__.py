@@ -1,5 +1,5 @@
 """MLflow: one parent run per sweep, one child per job."""
 
-from dspark_exp.tracking.mlflow_runs import JobTracker, close_parent_run, open_parent_run
+from dspark_exp.tracking.mlflow_runs import JobTracker, TrackedData, close_parent_run, open_parent_run
 
-__all__ = ["JobTracker", "close_parent_run", "open_parent_run"]
+__all__ = ["JobTracker", "TrackedData", "close_parent_run", "open_parent_run"]

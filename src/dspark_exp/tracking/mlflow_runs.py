@@ -6,9 +6,11 @@ The store is created under a file lock; a job's run id lives in its folder, so t
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,6 +21,16 @@ from lightning.pytorch.utilities import rank_zero_only
 
 PARENT_VARIABLE = "DSPARK_EXP_PARENT_RUN"
 _PARENT_TAG = "mlflow.parentRunId"
+
+
+@dataclass(frozen=True)
+class TrackedData:
+    """A data set as MLflow shows it beside a run. ``context``: training | evaluation."""
+
+    name: str
+    digest: str
+    context: str
+    profile: Mapping[str, Any]
 
 
 class JobTracker:
@@ -75,6 +87,23 @@ class JobTracker:
         self.logger.log_metrics(dict(metrics))
         for path in files:
             self.logger.experiment.log_artifact(self.logger.run_id, str(path))
+
+    def log_datasets(self, data: Sequence[TrackedData]) -> None:
+        """Data sets that the run read, to filter and compare runs by."""
+        if not isinstance(self.logger, MLFlowLogger) or self.logger.run_id is None:
+            return
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        inputs = [
+            DatasetInput(
+                Dataset(
+                    one.name, one.digest[:36], "local", json.dumps({"name": one.name}), None, json.dumps(one.profile)
+                ),
+                [InputTag("mlflow.data.context", one.context)],
+            )
+            for one in data
+        ]
+        self.logger.experiment.log_inputs(self.logger.run_id, inputs)
 
 
 def prepare_store(uri: str, experiment: str) -> str:
