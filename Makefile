@@ -16,8 +16,8 @@ RUN := $(BIN)/python -m dspark_exp
 table1: .venv/installed   ## four drafters, nine benchmarks, one report in reports/table1/tiny
 	$(RUN) +experiment=table1 $(ARGS)
 
-test: .venv/installed     ## the whole test suite, under 15 minutes on 2 cores
-	$(BIN)/python -m pytest $(ARGS)
+test: .venv/installed     ## the whole test suite, under 15 minutes on 2 cores, two processes of one thread
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: .venv/installed     ## format, lint, types, import rules
 	$(BIN)/ruff format --check src tests benchmarks

@@ -19,7 +19,7 @@ def report_markdown(report: dict[str, Any]) -> str:
     """The whole report."""
     sections = [
         f"# {report['experiment']} on {report['target']}",
-        _missing(report),
+        missing_note(report["missing"]),
         "## Accepted length per round (tau)",
         "Emitted tokens / rounds, the target's own token included, the prefill token not; ratio of sums over prompts. "
         "Brackets: 95% bootstrap interval over prompts. Averages are macro-averages over benchmarks.",
@@ -64,10 +64,11 @@ def claims_table(verdicts: Sequence[Verdict]) -> str:
     return table(["verdict", "claim", "relative difference, 95 %", "runs"], body) if body else ""
 
 
-def _missing(report: dict[str, Any]) -> str:
-    if not report["missing"]:
+def missing_note(missing: Sequence[dict[str, str]]) -> str:
+    """Jobs without results, with their reasons."""
+    if not missing:
         return ""
-    lines = [f"- **missing: {job['job']}**: {job['reason']}" for job in report["missing"]]
+    lines = [f"- **missing: {job['job']}**: {job['reason']}" for job in missing]
     return "\n".join(["Not everything finished; run the same command again to do what is missing.", *lines])
 
 

@@ -19,7 +19,7 @@ from dspark_exp.metrics import interval
 from dspark_exp.reports.claims import Verdict, judge, percent
 from dspark_exp.reports.files import write_report
 from dspark_exp.reports.intervals import Interval
-from dspark_exp.reports.markdown import claims_table, table
+from dspark_exp.reports.markdown import claims_table, missing_note, table
 from dspark_exp.reports.sweep_figure import sweep_figure
 from dspark_exp.reports.tables import Average, macro_averages
 
@@ -229,7 +229,7 @@ def _markdown(results: dict[str, Any], arms: Sequence[Arm]) -> str:
     sections = [
         f"# {results['experiment']} on {results['target']}",
         about["question"],
-        _missing(results["missing"]),
+        missing_note(results["missing"]),
         claims_table(verdicts_of(results)),
         f"![{about['question']}]({results['experiment']}.png)",
         "Accepted length (tau, tokens a round), mean over benchmarks. Intervals are 95 %: Student's t over training "
@@ -242,10 +242,3 @@ def _markdown(results: dict[str, Any], arms: Sequence[Arm]) -> str:
         "under one small budget: this says nothing about where they would end.",
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
-
-
-def _missing(missing: Sequence[dict[str, str]]) -> str:
-    lines = [f"- **missing: {job['job']}**: {job['reason']}" for job in missing]
-    if not lines:
-        return ""
-    return "\n".join(["Not everything finished; run the same command again to do what is missing.", *lines])

@@ -15,7 +15,6 @@ from torch import nn
 
 from dspark_exp.allocator import keep_freed_memory
 from dspark_exp.calibration import Calibration
-from dspark_exp.config import ExperimentConfig, SamplingConfig
 from dspark_exp.contracts import FrozenHead
 from dspark_exp.data import language
 from dspark_exp.data.benchmarks import BenchmarkSpec, HubSource, Prompt, benchmark_prompts, synthetic_prompts
@@ -24,6 +23,7 @@ from dspark_exp.drafters import in_dtype
 from dspark_exp.errors import ConfigError
 from dspark_exp.interop import load_weights, read_config
 from dspark_exp.scheduling import CapacityTable, read_table
+from dspark_exp.schema import ExperimentConfig, SamplingConfig
 from dspark_exp.targets import RaggedKVCache, Target, load_target
 
 log = logging.getLogger(__name__)

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from dspark_exp.calibration import Calibration, Observations, fit_sts, read_shards
-from dspark_exp.config import ExperimentConfig
 from dspark_exp.data.benchmarks import Prompt
 from dspark_exp.errors import ConfigError, DataError
+from dspark_exp.schema import ExperimentConfig
 from dspark_exp.targets import Target
 from dspark_exp.tasks.building import load_benchmarks
 from dspark_exp.tasks.evaluate import record_rounds

@@ -21,11 +21,11 @@ from rich.table import Table
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from dspark_exp.config import ExperimentConfig
 from dspark_exp.data.feature_store import DTYPES
 from dspark_exp.data.rendering import render_conversation, render_prompt
 from dspark_exp.data.sources import Conversation
 from dspark_exp.errors import ConfigError, DataError
+from dspark_exp.schema import ExperimentConfig
 from dspark_exp.targets import (
     Target,
     VocabSpec,

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from dspark_exp.calibration import Calibration
-from dspark_exp.config import ExperimentConfig
 from dspark_exp.data.benchmarks import Prompt
 from dspark_exp.data.rendering import render_prompt
 from dspark_exp.decoding import Clock, Generation, Request, Round, SpeculativeLoop
 from dspark_exp.launch import gathered, num_ranks, share
 from dspark_exp.metrics import AcceptanceByPosition, AcceptedLength, SurvivalCalibration, interval, resampled_ratios
+from dspark_exp.schema import ExperimentConfig
 from dspark_exp.targets import Target
 from dspark_exp.tasks.building import build_early_exit, build_loop, build_policy, build_sampling, for_decoding
 

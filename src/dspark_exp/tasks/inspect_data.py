@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dspark_exp.config import ExperimentConfig
 from dspark_exp.data.corpus import Corpus
 from dspark_exp.data.rendering import Row
+from dspark_exp.schema import ExperimentConfig
 from dspark_exp.targets import read_tokenizer
 from dspark_exp.tasks.building import open_target
 from dspark_exp.tasks.prepare_data import conversations_of, corpus_of, corpus_of_given_replies

@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from dspark_exp.config import ExperimentConfig
 from dspark_exp.data.language import BENCHMARKS, Sample, sample, samples
 from dspark_exp.data.rendering import Row, render_conversation
 from dspark_exp.errors import ConfigError
+from dspark_exp.schema import ExperimentConfig
 from dspark_exp.training.language_model import CausalLanguageModel
 
 log = logging.getLogger(__name__)

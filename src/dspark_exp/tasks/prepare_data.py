@@ -15,7 +15,6 @@ from filelock import FileLock
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from dspark_exp.config import ExperimentConfig
 from dspark_exp.data.corpus import Corpus, checked, keep_row, split_validation, tokenize
 from dspark_exp.data.feature_cache import FeatureCache
 from dspark_exp.data.feature_store import DTYPES, StoredRow, TokenRows, build_feature_store
@@ -30,6 +29,7 @@ from dspark_exp.data.sources import (
     language_conversations,
 )
 from dspark_exp.hashing import short_digest
+from dspark_exp.schema import ExperimentConfig
 from dspark_exp.targets import Target, check_target
 from dspark_exp.tasks.building import as_settings, open_target
 from dspark_exp.tasks.regenerate import regenerate

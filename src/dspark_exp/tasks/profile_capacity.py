@@ -16,12 +16,12 @@ import numpy as np
 import torch
 
 from dspark_exp.calibration import identity
-from dspark_exp.config import ExperimentConfig
 from dspark_exp.data.manifest import write_json
 from dspark_exp.decoding import DecodingBatch, Request
 from dspark_exp.errors import ConfigError
 from dspark_exp.reports.capacity import write_capacity_report
 from dspark_exp.scheduling import CapacityTable
+from dspark_exp.schema import ExperimentConfig
 from dspark_exp.targets import Target
 from dspark_exp.tasks.building import (
     build_batch,

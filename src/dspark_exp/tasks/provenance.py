@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 import dspark_exp
-from dspark_exp.config import ExperimentConfig
 from dspark_exp.launch import num_ranks
+from dspark_exp.schema import ExperimentConfig
 from dspark_exp.targets import Target
 from dspark_exp.tasks.building import device_name
 

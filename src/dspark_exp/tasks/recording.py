@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from dspark_exp.calibration import Observations
-from dspark_exp.config import ExperimentConfig
 from dspark_exp.data.benchmarks import Prompt
 from dspark_exp.data.manifest import write_json
 from dspark_exp.decoding import Full, Request, Round
+from dspark_exp.schema import ExperimentConfig
 from dspark_exp.serving import SimulatedRequest
 from dspark_exp.targets import Target
 from dspark_exp.tasks.building import build_batch, build_loop, build_sampling, load_benchmarks

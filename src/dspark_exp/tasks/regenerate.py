@@ -15,12 +15,12 @@ from typing import Any
 
 from rich.progress import Progress
 
-from dspark_exp.config import ExperimentConfig
 from dspark_exp.data.completion_server import CompletionServer, OnReply, Reply, ServerSettings
 from dspark_exp.data.manifest import check_manifest
 from dspark_exp.data.rendering import Message, Row, Turn, render_prompt, rows_of_turns
 from dspark_exp.data.sources import Conversation
 from dspark_exp.decoding import Generation, Request
+from dspark_exp.schema import ExperimentConfig
 from dspark_exp.targets import Target, turn_end_id
 from dspark_exp.tasks.building import build_loop, build_sampling
 

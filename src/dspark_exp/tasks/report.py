@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from dspark_exp.config import ExperimentConfig
 from dspark_exp.reports.rebuild import rebuild
+from dspark_exp.schema import ExperimentConfig
 
 log = logging.getLogger(__name__)
 

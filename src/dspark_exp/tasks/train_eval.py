@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
 from lightning.pytorch.strategies import DDPStrategy
 
 from dspark_exp.calibration import Calibration
-from dspark_exp.config import ExperimentConfig, flattened, job_key
+from dspark_exp.config import flattened, job_key
 from dspark_exp.data.benchmarks import Prompt
 from dspark_exp.data.manifest import write_json
 from dspark_exp.decoding import check_policy
@@ -23,6 +23,7 @@ from dspark_exp.errors import ConfigError
 from dspark_exp.hashing import short_digest
 from dspark_exp.launch import barrier, num_ranks, rank
 from dspark_exp.reports import merged, pooled_by_domain, print_table
+from dspark_exp.schema import ExperimentConfig
 from dspark_exp.targets import Target
 from dspark_exp.tasks.building import (
     build_drafter,

@@ -12,8 +12,9 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from dspark_exp.calibration import Calibration
-from dspark_exp.config import ExperimentConfig, conf_folder, resolved_dict, validated
+from dspark_exp.config import conf_folder, resolved_dict, validated
 from dspark_exp.errors import ConfigError
+from dspark_exp.schema import ExperimentConfig
 from dspark_exp.targets import Target
 from dspark_exp.tasks.building import build_drafter, for_decoding
 from dspark_exp.tasks.checkpoints import load_drafter
