@@ -20,8 +20,8 @@ register_sweeps()
 _QUIET = ("lightning.pytorch", "lightning.fabric", "httpx", "alembic", "mlflow")
 
 
-def run(composed: DictConfig) -> None:
-    """Validate the config and hand over to its task."""
+def run(composed: DictConfig) -> float | None:
+    """Validate the config and hand over to its task. Returns what a search maximises, where a sweep trains."""
     from dspark_exp.tasks import (  # heavy imports after --help and --cfg are served
         confidence,
         estimate,
@@ -64,14 +64,14 @@ def run(composed: DictConfig) -> None:
     if config.task not in tasks:
         raise ConfigError(f"task={config.task!r} is unknown; choose from {', '.join(tasks)}.")
     if config.task == "train_eval" and sweep.RECORDS_VARIABLE in os.environ:
-        sweep.run_in_sweep(job)
-    else:
-        tasks[config.task]()
+        return sweep.run_in_sweep(job)
+    tasks[config.task]()
+    return None
 
 
-def _guarded(composed: DictConfig) -> None:
+def _guarded(composed: DictConfig) -> float | None:
     try:
-        run(composed)
+        return run(composed)
     except DsparkError as error:
         if os.environ.get("HYDRA_FULL_ERROR"):
             raise

@@ -150,6 +150,33 @@ def test_a_sweep_in_parallel_jobs_reports_with_verdicts_and_repeats_no_finished_
     assert "block_size on tiny" in (tmp_path / "reports" / "index.html").read_text()
 
 
+@pytest.mark.slow
+def test_a_search_goes_on_where_it_ended(tmp_path: Path) -> None:
+    first = _run("+sweeps=tune", *FAST, "hydra.sweeper.n_trials=1", cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    more = _run("+sweeps=tune", *FAST, "hydra.sweeper.n_trials=2", cwd=tmp_path)
+    assert more.returncode == 0, more.stderr
+    assert more.stdout.count("finished already") == 1
+    assert "Best value" in more.stdout
+    curves = [
+        json.loads(path.read_text())["training"]["learning_curve"]
+        for path in tmp_path.glob("outputs/tune/tiny/*/results.json")
+    ]
+    best = max(point["tau"] for curve in curves for point in curve)
+    assert f"Best value: {best}" in more.stdout
+
+
+@pytest.mark.slow
+def test_jobs_of_a_sweep_run_as_submitit_jobs(tmp_path: Path) -> None:
+    done = _run(
+        "+sweeps=seeds", "hydra/launcher=submitit_local", "seed=0", "drafter=dflash,dspark_markov", *FAST, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "reports" / "seeds" / "tiny" / "results.json").read_text())
+    assert {job["options"]["drafter.name"] for job in results["jobs"]} == {"dflash", "dspark_markov"}
+    assert results["missing"] == []
+
+
 def _check_mlflow(folder: Path, results: dict) -> None:
     from mlflow import MlflowClient
 

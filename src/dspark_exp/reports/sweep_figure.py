@@ -36,12 +36,13 @@ def sweep_figure(points: Sequence[Point], x_name: str, domains: Sequence[str], t
             xs, means = [x for x, _ in found], [tau.mean for _, tau in found]
             spread = [[tau.mean - tau.low for _, tau in found], [tau.high - tau.mean for _, tau in found]]
             color = COLORS.get(line, _PALETTE[index % len(_PALETTE)])
-            marker, width_pt = MARKERS.get(line, "o"), 1.7 if numeric else 0.0
+            marker, width_pt = MARKERS.get(line, "o"), 1.7 if numeric and len(values) <= 8 else 0.0
             axis.errorbar(xs, means, spread, None, marker=marker, lw=width_pt, color=color, label=line, **_BARS)
         if logarithmic:
             axis.set_xscale("log")
-        axis.set_xticks(list(place.values()), list(place), minor=False)
-        axis.minorticks_off()
+        if not numeric or len(values) <= 8:
+            axis.set_xticks(list(place.values()), list(place), minor=False)
+            axis.minorticks_off()
         if not numeric:
             axis.tick_params(axis="x", rotation=25)
             axis.margins(x=0.15)

@@ -90,15 +90,23 @@ def swept_options(config: DictConfig) -> dict[str, int]:
     """Number of values of every swept option, of a sweep file or of the command line; their product is the jobs."""
     typed = list(config.hydra.overrides.task)
     given = OmegaConf.to_container(config.hydra.sweeper, resolve=True)
-    params = (given.get("params") if isinstance(given, dict) else None) or {}
+    assert isinstance(given, dict)
+    params = given.get("params") or {}
+    if "n_trials" in given:  # a search draws values as it goes
+        return {**dict.fromkeys(params, 1), next(iter(params)): int(given["n_trials"])}
     narrowed = {text.split("=", 1)[0].lstrip("+~") for text in typed}
     typed += [f"{key}={value}" for key, value in params.items() if key not in narrowed]
     parsed = OverridesParser.create().parse_overrides(typed)
     return {item.key_or_group: len(list(item.sweep_iterator())) for item in parsed if item.is_sweep_override()}
 
 
-def run_in_sweep(job: Job) -> None:
-    """Run a job of a sweep and leave a record of how it ended; errors do not take the sweep down."""
+def run_in_sweep(job: Job) -> float:
+    """Run a job of a sweep and leave a record of how it ended; errors do not take the sweep down.
+
+    Returns:
+        The best ``val/tau``, which a search maximises; NaN of a job that was not trained or failed.
+    """
+    best = math.nan
     folder = Path(os.environ[RECORDS_VARIABLE])
     label = _label(job, json.loads((folder / "sweep").read_text())["swept"])
     path = folder / f"{int(HydraConfig.get().job.num):04d}.json"
@@ -112,6 +120,7 @@ def run_in_sweep(job: Job) -> None:
             results = train_on_devices(job)
             tau = sum(row["tau"] for row in results["rows"]) / len(results["rows"])
             record |= {"results": str(job.results_path.absolute()), "tau": tau}
+            best = max((point["tau"] for point in results["training"]["learning_curve"]), default=math.nan)
         record |= {"status": "finished", "reason": ""}
     except Exception as error:
         record |= {"status": "failed", "reason": _reason(error)}
@@ -119,6 +128,7 @@ def run_in_sweep(job: Job) -> None:
     write_json(path, record)
     if record["status"] == "finished" and not job.config.sweep.plan:
         _log_progress(folder, label, record["tau"], time.perf_counter() - started)
+    return best
 
 
 def _label(job: Job, swept: list[str]) -> str:
