@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from dspark_exp.errors import ConfigError, LaunchError
-from dspark_exp.launch import multi_node_commands, run_on_ranks
+from dspark_exp.launch import gathered, multi_node_commands, num_ranks, rank, run_on_ranks, share
 from dspark_exp.training import DrafterData
 from tests.training.conftest import SMALL
 
@@ -44,6 +44,15 @@ def test_a_failing_rank_is_reported_with_what_it_said(tmp_path: Path, monkeypatc
         monkeypatch.setenv(name, value)
     with pytest.raises(LaunchError, match="no_such_check"):
         run_on_ranks("tests.launch.rank_checks", ["no_such_check"], 2, tmp_path)
+
+
+def test_a_cluster_that_sets_ranks_for_everyone_does_not_split_a_single_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("RANK", "3")
+    assert (rank(), num_ranks()) == (0, 1)
+    assert share([1, 2, 3]) == gathered([1, 2, 3]) == [1, 2, 3]
 
 
 def test_commands_for_several_nodes_name_module_ranks_and_config() -> None:

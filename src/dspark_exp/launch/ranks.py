@@ -13,13 +13,17 @@ Item = TypeVar("Item")
 
 
 def rank() -> int:
-    """Global rank of this process."""
-    return int(os.environ.get("RANK", "0"))
+    """Global rank of this process; 0 before ``join_ranks``, whatever a cluster leaves in the environment."""
+    return distributed.get_rank() if _joined() else 0
 
 
 def num_ranks() -> int:
-    """Processes of this job, over all nodes."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Processes of this job, over all nodes; 1 before ``join_ranks``."""
+    return distributed.get_world_size() if _joined() else 1
+
+
+def _joined() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
 
 
 def join_ranks() -> None:
@@ -31,7 +35,7 @@ def join_ranks() -> None:
 
 def leave_ranks() -> None:
     """Part in order; a rank that ends by an error does not come here."""
-    if distributed.is_initialized():
+    if _joined():
         distributed.destroy_process_group()
 
 

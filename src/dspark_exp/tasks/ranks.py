@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -18,7 +19,7 @@ from omegaconf import OmegaConf
 
 from dspark_exp.config import validated
 from dspark_exp.errors import ConfigError, DsparkError
-from dspark_exp.launch import multi_node_commands, num_ranks, rank, run_on_ranks
+from dspark_exp.launch import multi_node_commands, run_on_ranks
 from dspark_exp.launch.ranks import join_ranks, leave_ranks
 from dspark_exp.launch.torchrun import FAILURE
 from dspark_exp.tasks.building import devices_of
@@ -69,7 +70,8 @@ def run_rank(path: Path) -> None:
 
 def main() -> None:
     """A DsparkError becomes one sentence that the owner of the job reads."""
-    level = logging.INFO if rank() == 0 else logging.WARNING
+    rank = int(os.environ["RANK"])  # torchrun's word: the ranks have not met yet
+    level = logging.INFO if rank == 0 else logging.WARNING
     logging.basicConfig(level=level, format="%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S", force=True)
     for name in ("lightning.pytorch", "lightning.fabric", "httpx", "alembic", "mlflow"):
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -80,8 +82,8 @@ def main() -> None:
     except DsparkError as error:
         logs = path.parent / "ranks"
         logs.mkdir(exist_ok=True)
-        (logs / FAILURE.format(rank=rank())).write_text(str(error))
-        print(f"dspark_exp: rank {rank()} of {num_ranks()}: {error}", file=sys.stderr)
+        (logs / FAILURE.format(rank=rank)).write_text(str(error))
+        print(f"dspark_exp: rank {rank}: {error}", file=sys.stderr)
         sys.exit(2)
 
 
