@@ -90,10 +90,11 @@ def write_sweep_files(results: dict[str, Any], folder: Path) -> Path:
         for value in (arm.tau(domain),)
     ]
     path = write_report(folder, results, _markdown(results, arms), rows)
-    x, lines = results["sweep"]["x"], results["sweep"]["lines"]
+    x = results["sweep"]["x"]
+    lines = results["sweep"]["lines"] or ([x] if x == "drafter.name" else [])  # a drafter keeps its colour
     points = [
         (
-            " ".join(str(arm.options[key]) for key in lines or [x]),
+            " ".join(str(arm.options[key]) for key in lines),
             arm.options[x],
             {d: arm.tau(d) for d in _domains(arms)},
         )
