@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import warnings
 from collections.abc import Callable
 
 import hydra
@@ -13,11 +12,11 @@ from omegaconf import DictConfig
 
 from dspark_exp.config import conf_folder, register_sweeps, resolved_dict, validated
 from dspark_exp.errors import ConfigError, DsparkError
+from dspark_exp.quiet import quiet_libraries
 
 log = logging.getLogger("dspark_exp")
 CONF = conf_folder()
 register_sweeps()
-_QUIET = ("lightning.pytorch", "lightning.fabric", "httpx", "alembic", "mlflow")
 
 
 def run(composed: DictConfig) -> float | None:
@@ -38,9 +37,7 @@ def run(composed: DictConfig) -> float | None:
         train_eval,
     )
 
-    for name in _QUIET:
-        logging.getLogger(name).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", module="lightning")
+    quiet_libraries()
     config = validated(composed)
     job = train_eval.Job(config, resolved_dict(composed))
     tasks: dict[str, Callable[[], object]] = {

@@ -217,6 +217,9 @@ def test_the_wheel_finds_its_configs_from_another_folder(tmp_path: Path) -> None
     done = _run("--cfg", "job", cwd=tmp_path, code=code)
     assert done.returncode == 0, done.stderr
     assert "dspark_markov" in done.stdout
+    done = _run("+sweeps=depth", "--cfg", "job", cwd=tmp_path, code=code)
+    assert done.returncode == 0, done.stderr
+    assert "How many layers" in done.stdout
     done = _run(*FAST, cwd=tmp_path, code=code)
     assert done.returncode == 0, done.stderr
     assert "Accepted length" in done.stdout

@@ -76,7 +76,8 @@ def test_arms_are_runs_that_differ_in_seed_alone_with_students_interval(tmp_path
 
 
 def test_claims_are_judged_on_differences_run_by_run(tmp_path: Path) -> None:
-    first, second, third = verdicts_of(_report(tmp_path))
+    results = _report(tmp_path)
+    first, second, third = verdicts_of(results, arms_of(results))
     ratios = [a / b - 1 for a, b in zip(TAUS["dspark_markov", 2], TAUS["dflash", 5], strict=True)]
     low, high = stats.t.interval(0.95, 2, np.mean(ratios), stats.sem(ratios))
     assert first.difference is not None
@@ -87,7 +88,8 @@ def test_claims_are_judged_on_differences_run_by_run(tmp_path: Path) -> None:
 
 
 def test_a_single_run_has_an_interval_over_prompts(tmp_path: Path) -> None:
-    first = verdicts_of(_report(tmp_path, seeds=1))[0]
+    results = _report(tmp_path, seeds=1)
+    first = verdicts_of(results, arms_of(results))[0]
     assert first.difference is not None
     assert first.num_runs == 1
     assert first.difference.low <= first.difference.mean <= first.difference.high

@@ -18,7 +18,7 @@ from markdown_it import MarkdownIt
 
 from dspark_exp.reports.claims import OUT_OF_SCALE, Verdict, percent, table1_verdicts
 from dspark_exp.reports.page_style import SCRIPT, STYLE
-from dspark_exp.reports.sweeps import verdicts_of
+from dspark_exp.reports.sweeps import arms_of, verdicts_of
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def _read(path: Path) -> _Report:
     results = json.loads(path.with_name("results.json").read_text()) if path.with_name("results.json").exists() else {}
     experiment, target = path.parent.parent.name, path.parent.name
     if "sweep" in results:
-        verdicts = verdicts_of(results)
+        verdicts = verdicts_of(results, arms_of(results))
     else:
         verdicts = table1_verdicts(results["rows"]) if experiment == "table1" else []
     return _Report(experiment, target, path.read_text(), verdicts, results.get("provenance") or {})

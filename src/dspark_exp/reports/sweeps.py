@@ -27,8 +27,6 @@ _ROW_KEYS = (
     "drafter", "benchmark", "domain", "tau", "conditional_acceptance", "position_counts", "emitted_by_prompt",
     "rounds_by_prompt", "rounds", "emitted_tokens",
 )  # fmt: skip
-
-
 _ARM_KEYS = ("first", "second", "first_over", "second_over")
 
 
@@ -64,7 +62,7 @@ def build_sweep_report(
         missing: jobs that did not finish, with reasons.
     """
     named = {about["x"], *about["lines"], *_claimed(about)}
-    varying = {key for key in options[0] if len({str(one.get(key)) for one in options}) > 1} | named
+    varying = {key for key in options[0] if len({str(one.get(key)) for one in options}) > 1} - {"experiment"} | named
     results = {
         "experiment": experiment,
         "target": jobs[0]["target"],
@@ -123,9 +121,8 @@ def arms_of(results: dict[str, Any]) -> list[Arm]:
     ]
 
 
-def verdicts_of(results: dict[str, Any]) -> list[Verdict]:
+def verdicts_of(results: dict[str, Any], arms: Sequence[Arm]) -> list[Verdict]:
     """Every claim of the sweep against its arms."""
-    arms = arms_of(results)
     return [_verdict(claim, arms) for claim in results["sweep"]["claims"]]
 
 
@@ -146,7 +143,7 @@ def print_sweep(results: dict[str, Any]) -> None:
         shown.add_row(arm_label(arm, results), str(len(arm.runs)), *(str(arm.tau(domain)) for domain in _domains(arms)))
     console = Console()
     console.print(shown)
-    for verdict in verdicts_of(results):
+    for verdict in verdicts_of(results, arms):
         console.print(f"{verdict.verdict}: {verdict.claim} {percent(verdict.difference)}")
 
 
@@ -172,12 +169,8 @@ def _verdict(claim: Mapping[str, Any], arms: Sequence[Arm]) -> Verdict:
         difference = Interval.of_runs(values)
     else:
         difference = Interval(values[0], *interval(pairs[0][0][1] / pairs[0][1][1] - 1))
-    return Verdict(
-        claim["text"],
-        difference,
-        len(seeds),
-        judge(difference, float(claim.get("margin") or 0.0) if claim.get("kind") == "equal_within" else 0.0),
-    )
+    margin = claim.get("margin", 0.0) if claim.get("kind") == "equal_within" else 0.0
+    return Verdict(claim["text"], difference, len(seeds), judge(difference, margin))
 
 
 def _find(arms: Sequence[Arm], options: Mapping[str, Any]) -> Arm | None:
@@ -193,7 +186,7 @@ def _claimed(about: Mapping[str, Any]) -> set[str]:
 def _slim(job: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """What the report needs of a job."""
     return {
-        "options": {key: value for key, value in options.items() if key not in ("experiment",)},
+        "options": options,
         "job": job["job"],
         "rows": [{key: row[key] for key in _ROW_KEYS} for row in job["rows"]],
         "parameters": job["training"]["trainable_parameters"],
@@ -231,7 +224,7 @@ def _markdown(results: dict[str, Any], arms: Sequence[Arm]) -> str:
         f"# {results['experiment']} on {results['target']}",
         about["question"],
         missing_note(results["missing"]),
-        claims_table(verdicts_of(results)),
+        claims_table(verdicts_of(results, arms)),
         f"![{about['question']}]({results['experiment']}.png)",
         "Accepted length (tau, tokens a round), mean over benchmarks. Intervals are 95 %: Student's t over training "
         "runs, or, of a single run, a bootstrap over prompts. Runs of one seed see the same rows and the same "

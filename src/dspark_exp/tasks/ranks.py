@@ -10,11 +10,9 @@ import json
 import logging
 import os
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import OmegaConf
 
 from dspark_exp.config import validated
@@ -22,6 +20,7 @@ from dspark_exp.errors import ConfigError, DsparkError
 from dspark_exp.launch import multi_node_commands, run_on_ranks
 from dspark_exp.launch.ranks import join_ranks, leave_ranks
 from dspark_exp.launch.torchrun import FAILURE
+from dspark_exp.quiet import quiet_libraries
 from dspark_exp.tasks.building import devices_of
 from dspark_exp.tasks.train_eval import Job, finished_results, prepare_folder, train_eval
 
@@ -61,8 +60,6 @@ def run_rank(path: Path) -> None:
     """One rank: the job of a hand-over file."""
     plain = json.loads(path.read_text())
     job = Job(validated(OmegaConf.create(plain)), plain)
-    if job.config.trainer.accelerator == "cpu" or not torch.cuda.is_available():
-        torch.set_num_threads(job.config.trainer.num_threads or torch.get_num_threads())
     join_ranks()
     train_eval(job)
     leave_ranks()
@@ -73,9 +70,7 @@ def main() -> None:
     rank = int(os.environ["RANK"])  # torchrun's word: the ranks have not met yet
     level = logging.INFO if rank == 0 else logging.WARNING
     logging.basicConfig(level=level, format="%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S", force=True)
-    for name in ("lightning.pytorch", "lightning.fabric", "httpx", "alembic", "mlflow"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", module="lightning")
+    quiet_libraries()
     path = Path(sys.argv[1])
     try:
         run_rank(path)
