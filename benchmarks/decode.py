@@ -4,7 +4,10 @@
 
 ``FOLDER`` is an export of layout deepspec. Without arguments: the embedded target with an untrained drafter, which
 shows the table but no speed-up. Keys: `batch32_over_batch1` at temperature 1, tokens per second of the same loop;
-`spec_over_plain_batch1` at temperature 0 against `generate` of the same target, same tokens, both in float32.
+`spec_over_plain_batch1` at temperature 0 against `generate` of the same target, same tokens, both in float32. On a CPU
+weights are packed for decoding, as in every run (`evaluation.packed_gb`). That makes batch 1 much faster and batch 32
+hardly, so the batch ratio is measured both ways: without packing under its own name, with it as
+`batch32_over_batch1_packed`; `spec_over_plain_batch1_unpacked` likewise.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from dspark_exp.data.rendering import render_prompt
 from dspark_exp.decoding import Generation, Request, Sampling, SpeculativeLoop
 from dspark_exp.drafters import DSparkDrafter, in_dtype
 from dspark_exp.interop import read_config, read_drafter
+from dspark_exp.packed_linear import pack_linears
 from dspark_exp.targets import RaggedKVCache, Target, load_target, location_of
 from measure import report
 
@@ -46,11 +50,15 @@ class Timed:
         return sum(r.emitted for r in rounds) / max(1, len(rounds))
 
 
-def load(path: str, drafter: str | None, dtype: str, device: str, attention: str) -> tuple[Target, nn.Module]:
+def load(arguments: argparse.Namespace, dtype: str) -> tuple[Target, nn.Module]:
     """Target and drafter; the drafter's own layer ids and mask decide the target's."""
-    target, network = _load(path, drafter, dtype, device)
-    target.attention = attention
+    target, network = _load(arguments.target, arguments.drafter, dtype, arguments.device)
+    target.attention = arguments.attention
     return target, network
+
+
+def pack(target: Target, drafter: nn.Module) -> None:
+    pack_linears(target.model, drafter, drafter.frozen.lm_head)
 
 
 def _load(path: str, drafter: str | None, dtype: str, device: str) -> tuple[Target, nn.Module]:
@@ -140,45 +148,62 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.device == "cpu":
         keep_freed_memory()  # as every run does, for Transformers' own decoding, too
-    rows, keys = [], {}
+    rows, keys = at_temperature_0(arguments)
+    more_rows, more_keys = at_temperature_1(arguments)
+    report("decode", rows + more_rows, keys | more_keys, torch.device(arguments.device), arguments.json)
 
-    exact, drafter = load(arguments.target, arguments.drafter, "float32", arguments.device, arguments.attention)
-    prompts = prompts_of(exact, arguments.prompts, arguments.num_prompts)
-    greedy = [Request(ids, arguments.new_tokens, seed=i) for i, ids in enumerate(prompts)]
-    stop = exact.facts.stop_ids
-    if arguments.device == "cpu":
-        speed, wanted = transformers_speed(arguments.target, prompts, arguments.new_tokens, stop)
-        lookup, _ = transformers_speed(
-            arguments.target, prompts, arguments.new_tokens, stop, prompt_lookup_num_tokens=7
-        )
+
+def at_temperature_0(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """One request at a time, float32: Transformers, and ours without and with packed weights."""
+    target, drafter = load(arguments, "float32")
+    prompts = prompts_of(target, arguments.prompts, arguments.num_prompts)
+    requests = [Request(ids, arguments.new_tokens, seed=i) for i, ids in enumerate(prompts)]
+    rows, keys, on_cpu = [], {}, arguments.device == "cpu"
+    if on_cpu:
+        settings = arguments.target, prompts, arguments.new_tokens, target.facts.stop_ids
+        speed, wanted = transformers_speed(*settings)
+        lookup, _ = transformers_speed(*settings, prompt_lookup_num_tokens=7)
         rows += [
             {"decoding": "transformers generate, T=0", "batch": 1, "tokens_per_s": speed},
             {"decoding": "transformers prompt lookup, T=0", "batch": 1, "tokens_per_s": lookup},
         ]
-    plain = decode(exact, None, greedy, 0.0, 1)
-    spec = decode(exact, drafter, greedy, 0.0, 1)
-    rows += [row_of("plain, T=0", 1, plain), row_of("drafter, T=0", 1, spec)]
-    if arguments.device == "cpu":
-        assert [g.token_ids for g in spec.generations] == wanted, "greedy tokens differ from Transformers'"
-        keys["spec_over_plain_batch1"] = spec.tokens_per_s / speed
-        keys["break_even_tau"] = spec.tau * speed / spec.tokens_per_s
+    for layout in ("unpacked", "packed") if on_cpu else ("",):
+        if layout == "packed":
+            pack(target, drafter)
+        plain, spec = (decode(target, network, requests, 0.0, 1) for network in (None, drafter))
+        rows += [row_of(f"plain, T=0 {layout}", 1, plain), row_of(f"drafter, T=0 {layout}", 1, spec)]
+        if on_cpu:
+            assert [g.token_ids for g in spec.generations] == wanted, "greedy tokens differ from Transformers'"
+            end = "" if layout == "packed" else "_unpacked"
+            keys[f"spec_over_plain_batch1{end}"] = spec.tokens_per_s / speed
+            keys[f"break_even_tau{end}"] = spec.tau * speed / spec.tokens_per_s
+    return rows, keys
 
-    sampled, drafter = load(arguments.target, arguments.drafter, arguments.dtype, arguments.device, arguments.attention)
-    speeds = {}
-    for batch in BATCHES:
-        copies = 1 if batch == 1 else 4 if batch <= 32 else 8
-        requests = [
-            Request(ids, arguments.new_tokens, seed=100 * i + c) for c in range(copies) for i, ids in enumerate(prompts)
-        ]
-        timed = decode(sampled, drafter, requests, 1.0, batch)
-        speeds[batch] = timed.tokens_per_s
-        rows.append(row_of("drafter, T=1", batch, timed))
-    for batch in (1, 32):
-        copies = 1 if batch == 1 else 4
-        requests = [Request(ids, arguments.new_tokens, seed=i) for i, ids in enumerate(prompts * copies)]
-        rows.append(row_of("plain, T=1", batch, decode(sampled, None, requests, 1.0, batch)))
-    keys["batch32_over_batch1"] = speeds[32] / speeds[1]
-    report("decode", rows, keys, torch.device(arguments.device), arguments.json)
+
+def at_temperature_1(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """Batches of growing size, without and with packed weights."""
+    target, drafter = load(arguments, arguments.dtype)
+    prompts = prompts_of(target, arguments.prompts, arguments.num_prompts)
+    rows, keys = [], {}
+    for layout in ("unpacked", "packed") if arguments.device == "cpu" else ("",):
+        if layout == "packed":
+            pack(target, drafter)
+        speeds = {}
+        for batch in BATCHES:
+            copies = 1 if batch == 1 else 4 if batch <= 32 else 8
+            timed = decode(target, drafter, copies_of(prompts, copies, arguments.new_tokens), 1.0, batch)
+            speeds[batch] = timed.tokens_per_s
+            rows.append(row_of(f"drafter, T=1 {layout}", batch, timed))
+        for batch in (1, 32):
+            requests = copies_of(prompts, 1 if batch == 1 else 4, arguments.new_tokens)
+            rows.append(row_of(f"plain, T=1 {layout}", batch, decode(target, None, requests, 1.0, batch)))
+        end = "_packed" if layout == "packed" else ""
+        keys[f"batch32_over_batch1{end}"] = speeds[32] / speeds[1]
+    return rows, keys
+
+
+def copies_of(prompts: list[list[int]], copies: int, new_tokens: int) -> list[Request]:
+    return [Request(ids, new_tokens, seed=100 * i + c) for c in range(copies) for i, ids in enumerate(prompts)]
 
 
 if __name__ == "__main__":

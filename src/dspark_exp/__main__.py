@@ -34,6 +34,7 @@ def run(composed: DictConfig) -> float | None:
         report,
         serve,
         sweep,
+        track,
         train_eval,
     )
 
@@ -55,6 +56,7 @@ def run(composed: DictConfig) -> float | None:
         "staleness": lambda: load.run_staleness(job),
         "early_exit": lambda: load.run_early_exit(job),
         "report": lambda: report.run_report(config),
+        "track": lambda: track.run_track(config),
         "serve": lambda: serve.run_serve(job),
         "make_tiny_target": lambda: make_tiny_target.run_make_tiny_target(config),
     }

@@ -139,5 +139,7 @@ def _check_ranges(config: ExperimentConfig) -> None:
         raise ConfigError(
             "trainer.max_steps=0 evaluates a drafter as it is: say which with drafter.init_from=<folder>."
         )
+    if config.evaluation.packed_gb < 0:
+        raise ConfigError(f"evaluation.packed_gb={config.evaluation.packed_gb}: expected gigabytes, 0 for none.")
     if not 0 <= config.data.max_dropped <= 1:
         raise ConfigError(f"data.max_dropped={config.data.max_dropped}: expected a share from 0 to 1.")

@@ -134,6 +134,7 @@ class EvaluationConfig:
     batch_size: int
     drafter_dtype: str  # auto | float32 | bfloat16; auto = the target's
     attention: str  # auto | sdpa | flex; of the ragged caches
+    packed_gb: float  # most gigabytes of a CPU's copies of weights in oneDNN's layout
     plain_prompts: int  # prompts a benchmark decoded without drafter, for the speed-up
     seed: int
 
@@ -155,6 +156,7 @@ class ExportConfig:
     dir: str | None  # null = export-<to> in the job's folder
     dtype: str  # float32 | bfloat16
     shard_gb: float  # gigabytes a weight file
+    register: str | None  # name in the MLflow model registry; null = not registered
 
 
 @dataclass

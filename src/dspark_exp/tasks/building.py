@@ -22,6 +22,7 @@ from dspark_exp.decoding import DecodingBatch, EarlyExit, Sampling, SpeculativeL
 from dspark_exp.drafters import in_dtype
 from dspark_exp.errors import ConfigError
 from dspark_exp.interop import load_weights, read_config
+from dspark_exp.packed_linear import pack_linears
 from dspark_exp.scheduling import CapacityTable, read_table
 from dspark_exp.schema import ExperimentConfig, SamplingConfig
 from dspark_exp.targets import RaggedKVCache, Target, load_target
@@ -47,6 +48,7 @@ def open_target(config: ExperimentConfig) -> Target:
         mask_token_id=wanted.mask_token_id,
     )
     target.attention = config.evaluation.attention
+    _pack(config, target.model)
     return target
 
 
@@ -264,7 +266,13 @@ def for_decoding(config: ExperimentConfig, target: Target, drafter: Any) -> Any:
     dtypes = {"auto": target.dtype, "float32": torch.float32, "bfloat16": torch.bfloat16}
     if chosen not in dtypes:
         raise ConfigError(f"evaluation.drafter_dtype={chosen!r} is unknown; choose from {', '.join(dtypes)}.")
-    return in_dtype(drafter, dtypes[chosen]).eval()
+    decoding = in_dtype(drafter, dtypes[chosen]).eval()
+    _pack(config, decoding, decoding.frozen.lm_head)
+    return decoding
+
+
+def _pack(config: ExperimentConfig, *modules: nn.Module) -> None:
+    pack_linears(*modules, max_bytes=config.evaluation.packed_gb * 2**30)
 
 
 def load_benchmarks(config: ExperimentConfig, held_out: int | None = None) -> dict[str, list[Prompt]]:

@@ -17,6 +17,7 @@ from dspark_exp.scheduling import read_table
 from dspark_exp.tasks.building import build_drafter, capacity_path, open_target
 from dspark_exp.tasks.checkpoints import load_drafter
 from dspark_exp.tasks.train_eval import Job
+from dspark_exp.tracking import register_folder
 
 log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -55,8 +56,19 @@ def run_export(job: Job) -> Exported:
         capacity=read_table(capacity_path(config)) if capacity_path(config).exists() else None,
     )
     log.info("Exported for %s: %s (read back, logits within %.1e)", wanted.to, folder, done.max_logit_error)
+    _register(job, folder)
     log.info("Serve with: %s", layout.serve.replace("DIR", str(folder)).replace("TARGET", config.target.path))
     return done
+
+
+def _register(job: Job, folder: Path) -> None:
+    name, uri = job.config.export.register, job.config.tracking.uri
+    if name is None:
+        return
+    version = register_folder(uri, job.folder, folder, name)
+    if version is None:
+        raise ConfigError(f"{uri} has no run of {job.folder.name}, so nothing to register: run task=track first.")
+    log.info("Registered in MLflow: %s, version %s", name, version)
 
 
 def _results(job: Job) -> dict[str, Any] | None:

@@ -22,7 +22,7 @@ from dspark_exp.decoding import check_policy
 from dspark_exp.errors import ConfigError
 from dspark_exp.hashing import short_digest
 from dspark_exp.launch import barrier, num_ranks, rank
-from dspark_exp.reports import merged, pooled_by_domain, print_table
+from dspark_exp.reports import merged, print_table
 from dspark_exp.schema import ExperimentConfig
 from dspark_exp.targets import Target
 from dspark_exp.tasks.building import (
@@ -39,7 +39,8 @@ from dspark_exp.tasks.checkpoints import load_drafter, store_calibration
 from dspark_exp.tasks.evaluate import Evaluation, draft_rounds, evaluate
 from dspark_exp.tasks.prepare_data import PreparedData, compute_of, prepare_data
 from dspark_exp.tasks.provenance import provenance
-from dspark_exp.tracking import JobTracker, TrackedData
+from dspark_exp.tasks.tracked import datasets_of, files_of, final_metrics, tags_of, write_environment
+from dspark_exp.tracking import JobTracker
 from dspark_exp.training import DataWait, DraftDiagnostics, DrafterData, DrafterModule, Optimization
 
 log = logging.getLogger(__name__)
@@ -93,8 +94,8 @@ def train_eval(job: Job) -> dict[str, Any]:
         if rank() == 0:
             (job.folder / "rounds.json").write_text(json.dumps(evaluation.rounds))
             write_json(job.results_path, results)
-            tracker.log_results(_final_metrics(results), [job.results_path, job.folder / "config.json"])
-            tracker.log_datasets(_datasets(results))
+            write_environment(job.folder)
+            tracker.log_results(final_metrics(results), files_of(job.folder), datasets_of(results))
     barrier()
     return results
 
@@ -152,43 +153,8 @@ def _tracker(job: Job) -> JobTracker:
         name=job.folder.name,
         folder=job.folder,
         parameters=flattened(job.plain),
-        tags={"drafter": config.drafter.name, "target": config.target.name, "experiment": config.experiment or ""},
+        tags=tags_of(_header(job)),
     )
-
-
-def _final_metrics(results: dict[str, Any]) -> dict[str, float]:
-    """Final figures under names that compare well: tau/<benchmark>, acceptance/pos_k, ece/pos_k."""
-    rows = results["rows"]
-    metrics = {f"tau/{row['benchmark']}": row["tau"] for row in rows}
-    metrics["tau/all"] = sum(metrics.values()) / len(metrics)
-    (joined,) = pooled_by_domain([{**row, "domain": "all"} for row in rows]).values()
-    metrics |= {f"acceptance/pos_{k + 1}": value for k, value in enumerate(joined.conditional) if value is not None}
-    for domain, row in pooled_by_domain(results["rows"]).items():
-        metrics[f"tau_{domain}"] = row.tau
-        for k, value in enumerate(row.conditional):
-            if value is not None:
-                metrics[f"acceptance_{domain}/pos_{k + 1}"] = value
-    for name, key in (("raw", "confidence"), ("calibrated", "confidence_calibrated")):
-        for k, value in enumerate(_mean_by_position([row[key]["ece"] for row in results["rows"] if key in row])):
-            metrics[f"ece/pos_{k + 1}_{name}"] = value
-    return metrics
-
-
-def _datasets(results: dict[str, Any]) -> list[TrackedData]:
-    """What was trained on and the prompts of every benchmark, by their hashes."""
-    origin = results["provenance"]
-    prompts = origin["evaluation"]["prompts_sha256"]
-    found = [TrackedData(name, digest, "evaluation", {}) for name, digest in prompts.items()]
-    if "train" in origin["data"]:
-        summary = origin["data"]["train"]
-        digest = origin["data"].get("prompts_sha256") or short_digest(summary)
-        found.insert(0, TrackedData(str(origin["data"].get("path") or "conversations"), digest, "training", summary))
-    return found
-
-
-def _mean_by_position(rows: list[list[float | None]]) -> list[float]:
-    known = [[value for value in column if value is not None] for column in zip(*rows, strict=True)]
-    return [sum(column) / len(column) for column in known if column]
 
 
 def _module(config: ExperimentConfig, target: Target, drafter: Any) -> DrafterModule:
@@ -244,7 +210,7 @@ def _train(
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
         log_every_n_steps=wanted.log_every_steps,
-        logger=tracker.logger,
+        logger=tracker.loggers,
         callbacks=[best, newest, wait, DraftDiagnostics(module.drafter.block_size), RichProgressBar()],
         use_distributed_sampler=False,
         enable_model_summary=False,
@@ -289,13 +255,20 @@ def _results(
 ) -> dict[str, Any]:
     config = job.config
     return {
-        "experiment": config.experiment or "single",
-        "target": config.target.name,
-        "drafter": config.drafter.name,
+        **_header(job),
         "job": job.folder.name,
         "rows": evaluation.rows,
         "training": training,
         "provenance": provenance(config, target, data.provenance if data is not None else {}, prompts_sha256),
+    }
+
+
+def _header(job: Job) -> dict[str, str]:
+    config = job.config
+    return {
+        "experiment": config.experiment or "single",
+        "target": config.target.name,
+        "drafter": config.drafter.name,
     }
 
 

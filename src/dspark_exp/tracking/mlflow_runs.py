@@ -2,6 +2,8 @@
 
 In: settings, flat parameters, results. Out: runs to compare in the MLflow UI. Knows nothing about models.
 The store is created under a file lock; a job's run id lives in its folder, so that a resumed job goes on in its run.
+Curves are also written beside the job, and a store that cannot be reached never ends a run: what it missed is logged
+later from the job's folder (``task=track``).
 """
 
 from __future__ import annotations
@@ -9,18 +11,23 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from filelock import FileLock
-from lightning.pytorch.loggers import Logger, MLFlowLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger
 from lightning.pytorch.utilities import rank_zero_only
 
+log = logging.getLogger(__name__)
+CURVES = "curves"  # folder of a job's metrics.csv files, one a process that trained
 PARENT_VARIABLE = "DSPARK_EXP_PARENT_RUN"
-_PARENT_TAG = "mlflow.parentRunId"
+JOB_TAG = "job"  # the folder name of a job, which holds the hash of its options
+_ID_FILE = "mlflow_run_id"
+PARENT_TAG = "mlflow.parentRunId"
 
 
 @dataclass(frozen=True)
@@ -33,8 +40,38 @@ class TrackedData:
     profile: Mapping[str, Any]
 
 
+class ForgivingLogger(MLFlowLogger):
+    """Lightning's MLflow logger, but a store that stops answering does not end the training.
+
+    The first failure is said once; what follows stays in the job's folder.
+    """
+
+    is_lost = False
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self.attempt(lambda: super(ForgivingLogger, self).log_metrics(metrics, step))
+
+    def log_hyperparams(self, params: Any) -> None:
+        self.attempt(lambda: super(ForgivingLogger, self).log_hyperparams(params))
+
+    def finalize(self, status: str = "success") -> None:
+        self.attempt(lambda: super(ForgivingLogger, self).finalize(status))
+
+    def attempt(self, work: Callable[[], object]) -> None:
+        """Do it unless the store was lost before."""
+        if self.is_lost:
+            return
+        try:
+            work()
+        except Exception as error:  # whatever a store, its network and its disk may raise
+            self.is_lost = True
+            _warn_lost(str(self._tracking_uri), error)
+
+
 class JobTracker:
-    """The MLflow run of one job, as a context manager. Does nothing when tracking is off or on ranks above 0.
+    """The MLflow run of one job, as a context manager. Does nothing in MLflow when tracking is off or on ranks above 0.
+
+    ``loggers``: for Lightning, the CSV file of curves included.
 
     Args:
         uri, experiment: tracking store and MLflow experiment; an empty uri turns tracking off.
@@ -51,25 +88,28 @@ class JobTracker:
         parameters: Mapping[str, Any],
         tags: Mapping[str, str],
     ) -> None:
-        self.logger: Logger | bool = False
-        self._folder = folder
+        self.loggers: list[Logger] = [CSVLogger(folder, CURVES, flush_logs_every_n_steps=10)]
+        self._mlflow: ForgivingLogger | None = None
         if not uri or getattr(rank_zero_only, "rank", False):
             return
-        prepare_store(uri, experiment)
-        id_file = folder / "mlflow_run_id"
-        run_id = id_file.read_text().strip() if id_file.exists() else None
+        try:
+            prepare_store(uri, experiment)
+            run_id = known_run(uri, folder)
+        except Exception as error:
+            _warn_lost(uri, error)
+            return
         parent = os.environ.get(PARENT_VARIABLE)
-        logger = MLFlowLogger(
+        self._mlflow = logger = ForgivingLogger(
             experiment_name=experiment,
             tracking_uri=uri,
             run_name=name,
             run_id=run_id,
-            tags=dict(tags) | ({_PARENT_TAG: parent} if parent else {}),
+            tags=dict(tags) | {JOB_TAG: folder.name} | ({PARENT_TAG: parent} if parent else {}),
         )
-        if run_id is None and logger.run_id is not None:
-            id_file.write_text(logger.run_id)
+        self.loggers.append(logger)
+        if run_id is None:
+            logger.attempt(lambda: (folder / _ID_FILE).write_text(str(logger.run_id)))
             logger.log_hyperparams(dict(parameters))
-        self.logger = logger
 
     def __enter__(self) -> JobTracker:
         return self
@@ -77,37 +117,67 @@ class JobTracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(self.logger, MLFlowLogger):
-            self.logger.finalize("failed" if kind is not None else "success")
+        if self._mlflow is not None:
+            self._mlflow.finalize("failed" if kind is not None else "success")
 
-    def log_results(self, metrics: Mapping[str, float], files: Sequence[Path]) -> None:
-        """Final metrics (``tau/<benchmark>`` and the like) and files as artifacts."""
-        if not isinstance(self.logger, MLFlowLogger) or self.logger.run_id is None:
-            return
-        self.logger.log_metrics(dict(metrics))
-        for path in files:
-            self.logger.experiment.log_artifact(self.logger.run_id, str(path))
+    def log_results(self, metrics: Mapping[str, float], files: Sequence[Path], data: Sequence[TrackedData]) -> None:
+        """Final metrics (``tau/<benchmark>`` and the like), files as artifacts, and the data sets that were read."""
+        logger = self._mlflow
+        if logger is not None:
+            logger.attempt(lambda: log_outcome(logger.experiment, str(logger.run_id), metrics, files, data))
 
-    def log_datasets(self, data: Sequence[TrackedData]) -> None:
-        """Data sets that the run read, to filter and compare runs by."""
-        if not isinstance(self.logger, MLFlowLogger) or self.logger.run_id is None:
-            return
-        from mlflow.entities import Dataset, DatasetInput, InputTag
 
-        inputs = [
-            DatasetInput(
-                Dataset(
-                    one.name, one.digest[:36], "local", json.dumps({"name": one.name}), None, json.dumps(one.profile)
-                ),
-                [InputTag("mlflow.data.context", one.context)],
-            )
-            for one in data
-        ]
-        self.logger.experiment.log_inputs(self.logger.run_id, inputs)
+def log_outcome(
+    client: Any, run_id: str, metrics: Mapping[str, float], files: Sequence[Path], data: Sequence[TrackedData]
+) -> None:
+    """What a finished job leaves in its run."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag, Metric
+
+    now = int(time.time() * 1000)
+    client.log_batch(run_id, metrics=[Metric(name, value, now, 0) for name, value in metrics.items()])
+    for path in files:
+        client.log_artifact(run_id, str(path))
+    inputs = [
+        DatasetInput(
+            Dataset(one.name, one.digest[:36], "local", json.dumps({"name": one.name}), None, json.dumps(one.profile)),
+            [InputTag("mlflow.data.context", one.context)],
+        )
+        for one in data
+    ]
+    client.log_inputs(run_id, inputs)
+
+
+def known_run(uri: str, folder: Path) -> str | None:
+    """The run of a job that this store holds already."""
+    id_file = folder / _ID_FILE
+    if not id_file.exists():
+        return None
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    run_id = id_file.read_text().strip()
+    try:
+        MlflowClient(uri).get_run(run_id)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        return None  # of another store
+    return run_id
+
+
+def _warn_lost(uri: str, error: Exception) -> None:
+    reason = (str(error).strip().splitlines() or [""])[0][:160]
+    log.warning(
+        "MLflow at %s does not answer (%s: %s). The run goes on without it; task=track logs it later.",
+        uri,
+        type(error).__name__,
+        reason,
+    )
 
 
 def prepare_store(uri: str, experiment: str) -> str:
     """Create the store and the experiment once; parallel jobs on a fresh store wait for each other."""
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # a server that is away holds a run up for seconds
     logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("mlflow.store").setLevel(logging.WARNING)
     from mlflow import MlflowClient  # slow import: only when tracking is on
