@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
+from pathlib import Path
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dspark_exp.config import validated
 from dspark_exp.contracts import AnchorBlocks, TargetFeatures
 from dspark_exp.data.anchors import draw_anchors
+from dspark_exp.data.feature_store import build_feature_store
+from dspark_exp.data.rendering import Row
+from dspark_exp.data.sources import Conversation
 from dspark_exp.decoding import Request, Sampling, SpeculativeLoop
-from dspark_exp.launch import gathered, num_ranks, rank, share
+from dspark_exp.launch import barrier, gathered, locked_together, num_ranks, rank, share
 from dspark_exp.launch.ranks import join_ranks, leave_ranks
 from dspark_exp.objectives import BlockObjective, TrainingTimeTestObjective
+from dspark_exp.tasks.building import open_target
 from dspark_exp.tasks.evaluate import on_all_ranks
-from tests.conftest import BLOCK_SIZE, make_cache, make_drafter, random_target
+from dspark_exp.tasks.regenerate import read_records, regenerate
+from tests.conftest import BLOCK_SIZE, composed, make_cache, make_drafter, random_target
 
 
 class _Loss(nn.Module):
@@ -102,6 +111,54 @@ def sharded_decoding_equals_one_process() -> None:
     alone, shared = loop().run(requests), on_all_ranks(loop(), requests)
     assert [g.token_ids for g in shared] == [g.token_ids for g in alone]
     assert [[r.accepted for r in g.rounds] for g in shared] == [[r.accepted for r in g.rounds] for g in alone]
+
+
+def preparation_is_shared() -> None:
+    """Each rank computes its shards, both read the whole store."""
+    tokens = [[2 + (index + step) % 7 for step in range(5 + index % 4)] for index in range(700)]
+    rows = [Row(ids, [True] * len(ids)) for ids in tokens]
+    calls = []
+
+    def compute(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        calls.append(len(ids))
+        return ids[..., None].float().expand(*ids.shape, 2), mask[..., None].float()
+
+    root = Path(os.environ["RANK_CHECKS_FOLDER"])
+    with locked_together(root / "lock"):
+        store = build_feature_store(
+            root / "features", rows, compute, {}, feature_size=3, dtype="float32", max_gb=1.0, batch_size=64,
+            device=torch.device("cpu"), pad_id=0,
+        )  # fmt: skip
+    assert sum(calls) == (256 + 700 - 2 * 256 if rank() == 0 else 256)  # shards 0 and 2, shard 1
+    assert len(store) == 700
+    for index in (0, 255, 256, 511, 699):
+        assert store[index].input_ids.tolist() == rows[index].input_ids
+        assert store[index].taps[:, 1].tolist() == [float(token) for token in rows[index].input_ids]
+
+
+def regeneration_is_shared() -> None:
+    root = Path(os.environ["RANK_CHECKS_FOLDER"])
+    config = validated(composed("data.max_new_tokens=12", "data.regenerate_batch_size=4"))
+    target = open_target(config)
+    talks = [
+        Conversation(tuple({"role": "user", "content": text} for text in texts), "chat", "test")
+        for texts in (("thank you", "and again"), ("sum 3 and 4",), ("sum 7 and 9",), ("thanks",), ("add 2 and 2",))
+    ]
+    seen, dropped = regenerate(config, target, talks, root / "replies.jsonl", {"revision": "a"})
+    records = {(r["index"], r["turn"]): r for r in read_records(root / "replies.jsonl")}
+    assert {index for index, turn in records if turn == 0} == set(range(5))
+    assert not list(root.glob("replies.rank*"))
+    barrier()
+    if rank() == 0:
+        (root / "replies.jsonl").rename(root / "shared.jsonl")
+    barrier()
+    half = sorted(records)[::2]
+    with (root / f"replies.rank{rank()}.jsonl").open("w") as stream:  # as a killed job of other ranks leaves them
+        stream.writelines(json.dumps(records[key]) + "\n" for key in half[rank() :: num_ranks()])
+    barrier()
+    again, _ = regenerate(config, target, talks, root / "replies.jsonl", {"revision": "a"})
+    assert [row.input_ids for row in again] == [row.input_ids for row in seen]
+    assert not dropped
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ CHECKS = (
     "a_rank_with_nothing_live_neither_hangs_nor_changes_the_others",
     "results_come_back_in_the_order_of_the_items",
     "sharded_decoding_equals_one_process",
+    "preparation_is_shared",
+    "regeneration_is_shared",
 )
 
 
@@ -34,7 +36,7 @@ def _environment() -> dict[str, str]:
 
 @pytest.mark.slow
 def test_two_ranks_equal_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in _environment().items():
+    for name, value in {**_environment(), "RANK_CHECKS_FOLDER": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
     run_on_ranks("tests.launch.rank_checks", CHECKS, 2, tmp_path)
 

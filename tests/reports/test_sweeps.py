@@ -17,7 +17,7 @@ from dspark_exp.reports import build_sweep_report
 from dspark_exp.reports.claims import judge, percent, table1_verdicts
 from dspark_exp.reports.intervals import Interval
 from dspark_exp.reports.rebuild import rebuild
-from dspark_exp.reports.sweeps import arms_of, verdicts_of
+from dspark_exp.reports.sweeps import arm_label, arms_of, verdicts_of
 
 TAUS = {("dspark_markov", 2): (4.0, 4.2, 4.1), ("dspark_markov", 5): (4.4, 4.5, 4.6), ("dflash", 5): (3.0, 3.3, 3.1)}
 CLAIMS = [
@@ -73,6 +73,17 @@ def test_arms_are_runs_that_differ_in_seed_alone_with_students_interval(tmp_path
         low, high = stats.t.interval(0.95, 2, np.mean(taus), stats.sem(taus))
         tau = arm.tau("all")
         assert (tau.mean, tau.low, tau.high) == pytest.approx((np.mean(taus), low, high))
+
+
+def test_another_option_that_was_swept_makes_arms_of_its_own(tmp_path: Path) -> None:
+    made = [_job("dflash", 5, seed, 3.0 + lr) for lr in (0.1, 0.2) for seed in (0, 1)]
+    jobs, options = ([pair[part] for pair in made] for part in (0, 1))
+    for one, lr in zip(options, (0.1, 0.1, 0.2, 0.2), strict=True):
+        one["trainer.lr"] = lr
+    results = build_sweep_report(tmp_path, "depth", ABOUT, jobs, options, [])
+    arms = arms_of(results)
+    assert [arm_label(arm, results) for arm in arms] == [f"dflash, layers 5, lr {lr}" for lr in (0.1, 0.2)]
+    assert [arm.tau("all").mean for arm in arms] == pytest.approx([3.1, 3.2])
 
 
 def test_claims_are_judged_on_differences_run_by_run(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 In: rows and a function that computes features. Out: a data set of rows with features, shared by all drafters of a
 sweep. Knows nothing about models. A folder is complete when its index exists; an interrupted build goes on where it
-stopped, because every finished shard is valid by itself. All stores under one root share a byte budget: the least
-recently used ones that nobody reads make room.
+stopped, because every finished shard is valid by itself. Ranks of a job compute different shards. All stores under one
+root share a byte budget: the least recently used ones that nobody reads make room.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from dspark_exp.data.manifest import check_manifest, write_json
 from dspark_exp.data.rendering import Row
 from dspark_exp.errors import ConfigError
 from dspark_exp.hashing import file_digest, short_digest
+from dspark_exp.launch import barrier, gathered, rank, share
 
 try:
     import fcntl
@@ -129,8 +130,18 @@ def build_feature_store(
     manifest = {**fingerprint, "feature_dtype": dtype, "rows": _rows_digest(rows)}
     if folder is None:
         folder = root / short_digest(manifest)
-        if not (folder / "index.json").exists():
+        if rank() == 0 and not (folder / "index.json").exists():
             make_room(root, folder, num_bytes, int(max_gb * _GB))
+    if rank() == 0:
+        _make_ready(folder, manifest, num_bytes)
+    barrier()
+    if not (folder / "index.json").exists():
+        _write_shards(folder, rows, compute, DTYPES[dtype], batch_size, device, pad_id, on_shard)
+    return FeatureStore(folder)
+
+
+def _make_ready(folder: Path, manifest: dict[str, Any], num_bytes: int) -> None:
+    """Check what is there; a store with corrupt shards is one that is not finished."""
     _check_free_disk(folder, num_bytes)
     check_manifest(folder / "manifest.json", manifest, "features.dir")
     if corrupt := _corrupt_shards(folder):
@@ -138,10 +149,6 @@ def build_feature_store(
         for path in corrupt:
             path.unlink(missing_ok=True)
         (folder / "index.json").unlink()
-    if not (folder / "index.json").exists():
-        _write_shards(folder, rows, compute, DTYPES[dtype], batch_size, device, pad_id, on_shard)
-        _remember(folder)
-    return FeatureStore(folder)
 
 
 def _write_shards(
@@ -156,7 +163,7 @@ def _write_shards(
 ) -> None:
     starts, checksums = [], []
     num_shards = -(-len(rows) // ROWS_PER_SHARD)
-    for shard in range(num_shards):
+    for shard in share(range(num_shards)):
         part = rows[shard * ROWS_PER_SHARD : (shard + 1) * ROWS_PER_SHARD]
         lengths = [len(row.input_ids) for row in part]
         starts.append([0, *torch.tensor(lengths).cumsum(0).tolist()])
@@ -168,7 +175,11 @@ def _write_shards(
             temporary.replace(path)
         checksums.append(file_digest(path))
         on_shard(shard + 1, num_shards)
-    write_json(folder / "index.json", {"num_rows": len(rows), "starts": starts, "sha256": checksums})
+    index = {"num_rows": len(rows), "starts": gathered(starts), "sha256": gathered(checksums)}
+    if rank() == 0:
+        write_json(folder / "index.json", index)
+        _remember(folder)
+    barrier()
 
 
 def _compute_shard(

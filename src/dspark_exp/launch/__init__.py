@@ -1,6 +1,15 @@
 """Processes of one job on several devices: started by torchrun, counted, joined."""
 
-from dspark_exp.launch.ranks import barrier, gathered, num_ranks, rank, share
+from dspark_exp.launch.ranks import barrier, gathered, locked_together, num_ranks, rank, share
 from dspark_exp.launch.torchrun import multi_node_commands, run_on_ranks
 
-__all__ = ["barrier", "gathered", "multi_node_commands", "num_ranks", "rank", "run_on_ranks", "share"]
+__all__ = [
+    "barrier",
+    "gathered",
+    "locked_together",
+    "multi_node_commands",
+    "num_ranks",
+    "rank",
+    "run_on_ranks",
+    "share",
+]

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from filelock import FileLock
 from torch import distributed
 
 Item = TypeVar("Item")
+_LONGEST_WAIT = timedelta(
+    days=2
+)  # for ranks whose share takes longer, or another job's work; deaths are torchrun's to see
 
 
 def rank() -> int:
@@ -30,7 +37,8 @@ def join_ranks() -> None:
     """Meet the other ranks: gloo for CPU tensors and objects, NCCL for those on a GPU; each rank on its own GPU."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    distributed.init_process_group(backend, timeout=_LONGEST_WAIT)
 
 
 def leave_ranks() -> None:
@@ -58,3 +66,21 @@ def barrier() -> None:
     """Wait for all ranks."""
     if num_ranks() > 1:
         distributed.barrier()
+
+
+@contextmanager
+def locked_together(path: Path) -> Iterator[None]:
+    """All ranks of this job inside at once, no other job: rank 0 holds the lock for them.
+
+    A rank that fails inside ends its job, so the others need not be told.
+    """
+    lock = FileLock(path)
+    if rank() == 0:
+        lock.acquire()
+    barrier()
+    try:
+        yield
+        barrier()
+    finally:
+        if rank() == 0:
+            lock.release()

@@ -89,7 +89,7 @@ def write_sweep_files(results: dict[str, Any], folder: Path) -> Path:
     ]
     path = write_report(folder, results, _markdown(results, arms), rows)
     x = results["sweep"]["x"]
-    lines = results["sweep"]["lines"] or ([x] if x == "drafter.name" else [])  # a drafter keeps its colour
+    lines = [key for key in _keys(results) if key != x] or ([x] if x == "drafter.name" else [])  # drafters keep colours
     points = [
         (
             " ".join(str(arm.options[key]) for key in lines),
@@ -106,10 +106,7 @@ def write_sweep_files(results: dict[str, Any], folder: Path) -> Path:
 
 def arms_of(results: dict[str, Any]) -> list[Arm]:
     """Jobs grouped by the options that the report lays out, in the order of the jobs."""
-    keys = [results["sweep"]["x"], *results["sweep"]["lines"]]
-    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for job in results["jobs"]:
-        groups.setdefault(tuple(str(job["options"][key]) for key in keys), []).append(job)
+    groups = _grouped(results["jobs"], _keys(results))
     return [
         Arm(
             group[0]["options"],
@@ -128,9 +125,25 @@ def verdicts_of(results: dict[str, Any], arms: Sequence[Arm]) -> list[Verdict]:
 
 def arm_label(arm: Arm, results: dict[str, Any]) -> str:
     """``dflash, num_layers 5``: the options that the report lays out."""
-    keys = [*results["sweep"]["lines"], results["sweep"]["x"]]
+    keys = _keys(results)
     named = {key: "" if key == "drafter.name" else key.rsplit(".", 1)[-1] + " " for key in keys}
     return ", ".join(f"{named[key]}{arm.options[key]}" for key in keys)
+
+
+def _keys(results: dict[str, Any]) -> list[str]:
+    """Options that tell arms apart: the sweep's own, and any other in which jobs of one arm and seed would differ."""
+    keys = [*results["sweep"]["lines"], results["sweep"]["x"]]
+    for jobs in _grouped(results["jobs"], [*keys, "seed"]).values():
+        differing = (key for key in jobs[0]["options"] if len({str(job["options"][key]) for job in jobs}) > 1)
+        keys += [key for key in differing if key not in keys]
+    return keys
+
+
+def _grouped(jobs: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict[tuple[str, ...], list[dict[str, Any]]]:
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for job in jobs:
+        groups.setdefault(tuple(str(job["options"].get(key)) for key in keys), []).append(job)
+    return groups
 
 
 def print_sweep(results: dict[str, Any]) -> None:

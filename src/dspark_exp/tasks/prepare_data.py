@@ -1,6 +1,6 @@
 """Recipe: prompts -> replies of the target itself -> token rows -> target features, each step stored with provenance.
 
-A step that was done before, for the same target, settings and data, is read back instead.
+A step that was done before, for the same target, settings and data, is read back instead. Ranks share the work.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -29,6 +28,7 @@ from dspark_exp.data.sources import (
     language_conversations,
 )
 from dspark_exp.hashing import short_digest
+from dspark_exp.launch import locked_together
 from dspark_exp.schema import ExperimentConfig
 from dspark_exp.targets import Target, check_target
 from dspark_exp.tasks.building import as_settings, open_target
@@ -53,7 +53,7 @@ def prepare_data(config: ExperimentConfig, target: Target) -> PreparedData:
     cache = Path(config.paths.cache)
     cache.mkdir(parents=True, exist_ok=True)
     check_target(target)
-    with FileLock(cache / "prepare.lock"):  # parallel jobs of a sweep wait for the first instead of repeating it
+    with locked_together(cache / "prepare.lock"):  # parallel jobs of a sweep wait for the first instead of repeating it
         train, held_out, dropped = conversations_of(config)
         corpus, origin = corpus_of(config, target, train, dropped)
         rows = rows_of(config, target, corpus)

@@ -1,7 +1,8 @@
 """Recipe: let the target answer prompts, turn by turn, into a file that survives a crash.
 
 A record is one turn of one conversation, with its token ids as generated. The manifest beside the file says what made
-it; going on with other settings is refused by naming them.
+it; going on with other settings is refused by naming them. Ranks of a job answer different prompts, each into a part
+file of its own, and the parts join after every turn.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dspark_exp.data.manifest import check_manifest
 from dspark_exp.data.rendering import Message, Row, Turn, render_prompt, rows_of_turns
 from dspark_exp.data.sources import Conversation
 from dspark_exp.decoding import Generation, Request
+from dspark_exp.launch import barrier, num_ranks, rank, share
 from dspark_exp.schema import ExperimentConfig
 from dspark_exp.targets import Target, turn_end_id
 from dspark_exp.tasks.building import build_loop, build_sampling
@@ -41,7 +43,10 @@ def regenerate(
     Raises:
         DataError: the file was made with other settings, or a server keeps failing.
     """
-    check_manifest(path.with_suffix(".manifest.json"), manifest, "data.responses")
+    if rank() == 0:
+        check_manifest(path.with_suffix(".manifest.json"), manifest, "data.responses")
+        _join_parts(path)
+    barrier()
     done = {(record["index"], record.get("turn", 0)): record for record in read_records(path)}
     generate = _generator(config, target)
     turn = 0
@@ -64,7 +69,26 @@ def _answer(
     done: dict[tuple[int, int], dict[str, Any]],
 ) -> None:
     """Generate one turn of many conversations; every reply is on disk as soon as it is there."""
-    with path.open("a", encoding="utf-8") as stream, Progress(transient=True, disable=not prompts) as bar:
+    own_path = path if num_ranks() == 1 else path.with_suffix(f".rank{rank()}.jsonl")
+    _answer_share(generate, share(prompts), turn, conversations, own_path, done)
+    if num_ranks() > 1:
+        barrier()
+        if rank() == 0:
+            _join_parts(path)
+        barrier()
+        done |= {(record["index"], record["turn"]): record for record in read_records(path)}
+
+
+def _answer_share(
+    generate: Generate,
+    prompts: Sequence[tuple[int, list[int]]],
+    turn: int,
+    conversations: Sequence[Conversation],
+    path: Path,
+    done: dict[tuple[int, int], dict[str, Any]],
+) -> None:
+    is_quiet = not prompts or rank() > 0
+    with path.open("a", encoding="utf-8") as stream, Progress(transient=True, disable=is_quiet) as bar:
         task = bar.add_task("regenerating", total=len(prompts))
 
         def write(position: int, reply: Reply) -> None:
@@ -76,6 +100,16 @@ def _answer(
 
         if prompts:
             generate([(index + turn * _TURN_SEED, ids) for index, ids in prompts], write)
+
+
+def _join_parts(path: Path) -> None:
+    """Append the part files of ranks, a killed job's too. A record that is then there twice is read once."""
+    for part in sorted(path.parent.glob(f"{path.stem}.rank*.jsonl")):
+        lines = [json.dumps(record) + "\n" for record in read_records(part)]
+        read_records(path)  # cuts off a torn end
+        with path.open("a", encoding="utf-8") as stream:
+            stream.writelines(lines)
+        part.unlink()
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

@@ -49,7 +49,7 @@ class SweepReport(Callback):
         axes = swept_options(config)
         about = {"num_jobs": math.prod(axes.values()), "swept": list(axes), "started": time.time()}
         (records / "sweep").write_text(json.dumps(about))
-        if config.tracking.enabled and not config.sweep.plan:
+        if config.tracking.enabled and not config.sweep.plan and config.task == "train_eval":
             tags = {"experiment": str(config.experiment or ""), "target": str(config.target.name), "kind": "sweep"}
             name = f"{config.experiment or 'multirun'}/{config.target.name}"
             self._parent = open_parent_run(config.tracking.uri, config.tracking.experiment, name, tags)
