@@ -4,7 +4,7 @@ EXTRA_PIP ?=
 BIN := .venv/bin
 RUN := $(BIN)/python -m dspark_exp
 
-.PHONY: table1 test lint interop mlflow-ui clean
+.PHONY: table1 test lint interop ray mlflow-ui clean
 
 .venv/installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -31,6 +31,11 @@ interop:                  ## exports read by the speculators package, in an envi
 	@# its torchvision and torchaudio wheels do not match a CPU build of torch, and nothing here needs them
 	.venv-interop/bin/python -m pip uninstall -q -y torchvision torchaudio
 	.venv-interop/bin/python -m pytest tests/interop $(ARGS)
+
+ray:                      ## a sweep on Ray, in an environment of its own: its launcher pins an old cloudpickle
+	test -x .venv-ray/bin/python || $(PYTHON) -m venv .venv-ray
+	.venv-ray/bin/python -m pip install -q $(EXTRA_PIP) -e ".[dev,ray]"
+	.venv-ray/bin/python -m pytest tests/integration -k ray $(ARGS)
 
 mlflow-ui: .venv/installed ## compare runs at http://127.0.0.1:5000
 	$(BIN)/mlflow ui --backend-store-uri sqlite:///outputs/mlflow.db --host 127.0.0.1 --port 5000

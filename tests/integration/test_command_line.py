@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -167,9 +168,12 @@ def test_a_search_goes_on_where_it_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_jobs_of_a_sweep_run_as_submitit_jobs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", ["submitit_local", "ray"])
+def test_jobs_of_a_sweep_run_in_a_launchers_processes(launcher: str, tmp_path: Path) -> None:
+    if launcher == "ray" and find_spec("ray") is None:
+        pytest.skip("Ray is not installed here; run `make ray`")
     done = _run(
-        "+sweeps=seeds", "hydra/launcher=submitit_local", "seed=0", "drafter=dflash,dspark_markov", *FAST, cwd=tmp_path
+        "+sweeps=seeds", f"hydra/launcher={launcher}", "seed=0", "drafter=dflash,dspark_markov", *FAST, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "reports" / "seeds" / "tiny" / "results.json").read_text())
