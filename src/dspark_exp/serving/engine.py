@@ -20,6 +20,7 @@ from dspark_exp.errors import DataError, DsparkError
 log = logging.getLogger(__name__)
 OnTokens = Callable[[list[int]], None]
 OnEnd = Callable[[], None]
+MAX_PREFILL_TOKENS = 2048
 
 
 class QueueFull(DsparkError):
@@ -72,7 +73,9 @@ class Engine:
             queue does not stall those in flight.
     """
 
-    def __init__(self, batch: DecodingBatch, max_queue: int = 1024, max_prefill_tokens: int = 2048) -> None:
+    def __init__(
+        self, batch: DecodingBatch, max_queue: int = 1024, max_prefill_tokens: int = MAX_PREFILL_TOKENS
+    ) -> None:
         self._batch, self._max_queue, self._max_prefill = batch, max_queue, max_prefill_tokens
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)

@@ -15,6 +15,7 @@ import numpy as np
 
 from dspark_exp.decoding import EarlyExit, Round, VerificationPolicy
 from dspark_exp.scheduling import CapacityCurve
+from dspark_exp.serving.engine import MAX_PREFILL_TOKENS
 from dspark_exp.serving.traffic import LoadResult, Served
 
 
@@ -56,6 +57,7 @@ def simulate(
     arrivals: Sequence[float] | None = None,
     calibrate: Callable[[np.ndarray], np.ndarray] | None = None,
     early_exit: EarlyExit | None = None,
+    max_prefill_tokens: int = MAX_PREFILL_TOKENS,
 ) -> LoadResult:
     """Serve all requests. No policy = plain decoding without a drafter. See ``drive`` for the kinds of load."""
     waiting = deque(_Flight(r, t) for r, t in zip(requests, arrivals or [0.0] * len(requests), strict=True))
@@ -65,9 +67,7 @@ def simulate(
     clock, busy = 0.0, 0.0
     active, served = list[_Flight](), list[Served]()
     while waiting or active:
-        entering: list[_Flight] = []
-        while waiting and len(active) + len(entering) < rows and waiting[0].submitted_at <= clock:
-            entering.append(waiting.popleft())
+        entering = _entering(waiting, rows - len(active), clock, max_prefill_tokens)
         if entering:
             prefill = curve.enter_s(sum(f.request.prompt_tokens for f in entering))
             clock, busy = clock + prefill, busy + prefill
@@ -84,6 +84,17 @@ def simulate(
         served += [_served(f, clock) for f in active if f.position >= len(f.request.accepted)]
         active = [f for f in active if f.position < len(f.request.accepted)]
     return LoadResult(clock, served, busy)
+
+
+def _entering(waiting: deque[_Flight], free: int, clock: float, max_prefill_tokens: int) -> list[_Flight]:
+    """Who gets in before the next round, by the engine's own rule."""
+    entering, tokens = list[_Flight](), 0
+    while waiting and len(entering) < free and waiting[0].submitted_at <= clock:
+        tokens += waiting[0].request.prompt_tokens
+        if entering and tokens > max_prefill_tokens:
+            break
+        entering.append(waiting.popleft())
+    return entering
 
 
 def _round(

@@ -6,8 +6,9 @@ The cost of a pass depends on B, not on rows x block. Knows nothing about models
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -81,46 +82,68 @@ class RaggedKVCache:
         seen = visible.numpy()
         if (width := int(seen.max())) > self.max_length:
             raise DataError(f"A request needs {width} positions; the cache holds {self.max_length}.")
-        count = max(counts)
-        grid_row = torch.arange(len(rows)).repeat_interleave(torch.tensor(counts))
-        grid_slot = torch.cat([torch.arange(c) for c in counts])
-        mask = torch.zeros(len(rows), count, width, dtype=torch.bool)
-        mask[grid_row, grid_slot] = torch.arange(width)[None] < visible[:, None]
-        mask[..., 0] |= ~mask.any(-1)  # a padded query attends somewhere: its output is dropped
-        positions = torch.zeros(len(rows), count, dtype=torch.long)
-        positions[grid_row, grid_slot] = position
         return RaggedPass(
             cache=self,
             row_B=row.to(self.device),
             position_B=position.to(self.device),
             seen_by_B=(row.numpy(), seen),
-            rows=torch.tensor(rows, device=self.device),
-            is_prefix=rows == list(range(len(rows))),
-            is_uniform=all(c == count for c in counts),
-            grid_row_B=grid_row.to(self.device),
-            grid_slot_B=grid_slot.to(self.device),
-            mask_RQK=mask.to(self.device),
-            position_RQ=positions.to(self.device),
+            make_grid=lambda: _grid(rows, counts, position, visible, width, self.device),
         )
 
 
 @dataclass(frozen=True)
+class _Grid:
+    """The pass as [requests, queries of the longest] over their rows, for attention of padded rows."""
+
+    rows: Tensor
+    is_prefix: bool  # rows 0 .. n-1 in order: their keys are a view, nothing is gathered
+    is_uniform: bool
+    row_B: Tensor  # place of each query in the grid
+    slot_B: Tensor
+    mask_RQK: Tensor
+    position_RQ: Tensor
+
+
+def _grid(
+    rows: list[int], counts: list[int], position: Tensor, visible: Tensor, width: int, device: torch.device
+) -> _Grid:
+    count = max(counts)
+    row = torch.arange(len(rows)).repeat_interleave(torch.tensor(counts))
+    slot = torch.cat([torch.arange(c) for c in counts])
+    mask = torch.zeros(len(rows), count, width, dtype=torch.bool)
+    mask[row, slot] = torch.arange(width)[None] < visible[:, None]
+    mask[..., 0] |= ~mask.any(-1)  # a padded query attends somewhere: its output is dropped
+    positions = torch.zeros(len(rows), count, dtype=torch.long)
+    positions[row, slot] = position
+    return _Grid(
+        rows=torch.tensor(rows, device=device),
+        is_prefix=rows == list(range(len(rows))),
+        is_uniform=all(c == count for c in counts),
+        row_B=row.to(device),
+        slot_B=slot.to(device),
+        mask_RQK=mask.to(device),
+        position_RQ=positions.to(device),
+    )
+
+
+@dataclass(frozen=True)
 class RaggedPass:
-    """The index plan of one flattened forward; built once per pass, used by every layer."""
+    """The index plan of one flattened forward; built once per pass, used by every layer.
+
+    What attention alone needs is built when it is first asked for: a drafter that takes in features only writes.
+    """
 
     cache: RaggedKVCache
     row_B: Tensor
     position_B: Tensor
     seen_by_B: tuple[np.ndarray, np.ndarray]  # on the host: row of each query, and how much of it is visible
-    rows: Tensor
-    is_prefix: bool  # rows 0 .. n-1 in order: their keys are a view, nothing is gathered
-    is_uniform: bool
-    grid_row_B: Tensor
-    grid_slot_B: Tensor
-    mask_RQK: Tensor
-    position_RQ: Tensor
+    make_grid: Callable[[], _Grid]
     _masks: dict[tuple[int | None, int, torch.dtype], Tensor] = field(default_factory=dict)
     _tiles: dict[int | None, BlockMask] = field(default_factory=dict)
+
+    @cached_property
+    def grid(self) -> _Grid:
+        return self.make_grid()
 
     def mask_of(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor:
         """What is added to scores [R, 1, groups * Q, K] in a layer that looks back ``window`` tokens, itself included.
@@ -129,10 +152,10 @@ class RaggedPass:
         """
         key = (window, groups, dtype)
         if key not in self._masks:
-            sees = self.mask_RQK
+            sees = self.grid.mask_RQK
             if window is not None and window < sees.shape[-1]:
                 positions = torch.arange(sees.shape[-1], device=sees.device)
-                sees = sees & (positions > self.position_RQ[..., None] - window)
+                sees = sees & (positions > self.grid.position_RQ[..., None] - window)
             added = torch.zeros(sees.shape, dtype=dtype, device=sees.device).masked_fill(~sees, float("-inf"))
             self._masks[key] = added.repeat(1, groups, 1)[:, None]
         return self._masks[key]
@@ -163,23 +186,24 @@ class RaggedPass:
         if self.cache.backend == "flex":
             stored = self.cache.keys[layer].transpose(0, 1), self.cache.values[layer].transpose(0, 1)
             return ragged_flex.attend(query_BHD, *stored, self.tiles_of(window), scale)
-        num_rows, count, width = self.mask_RQK.shape
+        grid = self.grid
+        num_rows, count, width = grid.mask_RQK.shape
         keys, values = self.cache.keys[layer][:, :, :width], self.cache.values[layer][:, :, :width]
-        chosen: Any = slice(num_rows) if self.is_prefix else self.rows
+        chosen: Any = slice(num_rows) if grid.is_prefix else grid.rows
         keys, values = keys[chosen], values[chosen]
         num_heads, head_dim = query_BHD.shape[1:]
-        if self.is_uniform:
-            grid = query_BHD.view(num_rows, count, num_heads, head_dim)
+        if grid.is_uniform:
+            query = query_BHD.view(num_rows, count, num_heads, head_dim)
         else:
-            grid = query_BHD.new_zeros(num_rows, count, num_heads, head_dim)
-            grid[self.grid_row_B, self.grid_slot_B] = query_BHD
+            query = query_BHD.new_zeros(num_rows, count, num_heads, head_dim)
+            query[grid.row_B, grid.slot_B] = query_BHD
         groups = num_heads // keys.shape[1]
-        folded = grid.unflatten(2, (keys.shape[1], groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        folded = query.unflatten(2, (keys.shape[1], groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
         out = torch.nn.functional.scaled_dot_product_attention(
             folded.to(keys.dtype), keys, values, attn_mask=self.mask_of(window, groups, keys.dtype), scale=scale
         )
         out = out.unflatten(2, (groups, count)).permute(0, 3, 1, 2, 4).flatten(2, 3)
-        return out.reshape(-1, num_heads, head_dim) if self.is_uniform else out[self.grid_row_B, self.grid_slot_B]
+        return out.reshape(-1, num_heads, head_dim) if grid.is_uniform else out[grid.row_B, grid.slot_B]
 
 
 def ragged_attention(

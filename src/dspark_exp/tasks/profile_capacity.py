@@ -38,6 +38,7 @@ from dspark_exp.tasks.trained import drafter_for_timing
 
 log = logging.getLogger(__name__)
 _WARM_UP = 2
+_ENTERING = ((1, 16), (1, 64), (1, 256), (4, 256), (16, 256))  # requests and tokens of each prompt
 
 
 def run_profile_capacity(job: Job) -> Path:
@@ -157,16 +158,15 @@ def _rounds(config: ExperimentConfig, target: Target, drafter: Any) -> dict[str,
     wanted, size = config.profile, int(drafter.block_size)
     requests = sorted({*(2**k for k in range(12) if 2**k < wanted.max_requests), wanted.max_requests})
     lengths = list(range(size + 1))
-    medians = [round_seconds(config, target, drafter, r, [-1, *lengths], wanted.repeats) for r in requests]
-    prompt_tokens = [16, 64, 256]
-    enter = [_enter_s(config, target, drafter, count, medians[0][-1]) for count in prompt_tokens]
+    means = {r: round_seconds(config, target, drafter, r, [-1, *lengths], wanted.repeats) for r in requests}
+    entering = [(number, tokens) for number, tokens in _ENTERING if number in means]
     return {
         "requests": requests,
         "lengths": lengths,
-        "seconds": [row[1:] for row in medians],
-        "plain": [row[0] for row in medians],
-        "prompt_tokens": prompt_tokens,
-        "enter": enter,
+        "seconds": [means[r][1:] for r in requests],
+        "plain": [means[r][0] for r in requests],
+        "prompt_tokens": [number * tokens for number, tokens in entering],
+        "enter": [_enter_s(config, target, drafter, number, tokens, means[number][-1]) for number, tokens in entering],
     }
 
 
@@ -180,7 +180,7 @@ def _batch(
 def round_seconds(
     config: ExperimentConfig, target: Target, drafter: Any, num_requests: int, lengths: Sequence[int], repeats: int
 ) -> list[float]:
-    """Median seconds of a round of so many requests, by verification length.
+    """Mean seconds of a round of so many requests, by verification length: what many rounds take is their sum.
 
     Prompts are held-out ones of the benchmarks, so that drafts are accepted as usual. Lengths take turns, so that a
     slow minute of the machine hits all of them; after every turn the requests start over.
@@ -203,7 +203,7 @@ def round_seconds(
             if turn > 0:  # the first warms up
                 times[place].append(time.perf_counter() - started)
         batch.leave(list(batch.active))
-    return [statistics.median(of_length) for of_length in times]
+    return [statistics.fmean(of_length) for of_length in times]
 
 
 def _prompts(config: ExperimentConfig, target: Target, count: int) -> list[list[int]]:
@@ -214,14 +214,17 @@ def _prompts(config: ExperimentConfig, target: Target, count: int) -> list[list[
     return [mixed[i % len(mixed)] for i in range(count)]
 
 
-def _enter_s(config: ExperimentConfig, target: Target, drafter: Any, prompt_tokens: int, round_s: float) -> float:
-    """Seconds of a request's way in: prefill, and what its first round takes longer than ``round_s``, a usual one."""
-    policy = _Everything(drafter.block_size)
-    batch = _batch(config, target, drafter, 1, policy, prompt_tokens + 2 * drafter.block_size + 2)
-    ids = torch.randint(0, target.facts.num_usable_tokens, (prompt_tokens,)).tolist()
+def _enter_s(
+    config: ExperimentConfig, target: Target, drafter: Any, num_requests: int, prompt_tokens: int, round_s: float
+) -> float:
+    """Seconds of the way in of some requests: prefill, and what their first round takes longer than ``round_s``."""
+    policy, size = _Everything(drafter.block_size), drafter.block_size
+    batch = _batch(config, target, drafter, num_requests, policy, prompt_tokens + 2 * size + 2)
+    ids = torch.randint(0, target.facts.num_usable_tokens, (num_requests, prompt_tokens)).tolist()
+    requests = [Request(prompt, size + 2, seed=index, ignore_stop=True) for index, prompt in enumerate(ids)]
 
     def work() -> None:
-        batch.enter([(0, Request(ids, drafter.block_size + 2, seed=0, ignore_stop=True))])
+        batch.enter(list(enumerate(requests)))
         batch.round()
         batch.leave(list(batch.active))
 
