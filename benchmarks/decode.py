@@ -5,9 +5,8 @@
 ``FOLDER`` is an export of layout deepspec. Without arguments: the embedded target with an untrained drafter, which
 shows the table but no speed-up. Keys: `batch32_over_batch1` at temperature 1, tokens per second of the same loop;
 `spec_over_plain_batch1` at temperature 0 against `generate` of the same target, same tokens, both in float32. On a CPU
-weights are packed for decoding, as in every run (`evaluation.packed_gb`). That makes batch 1 much faster and batch 32
-hardly, so the batch ratio is measured both ways: without packing under its own name, with it as
-`batch32_over_batch1_packed`; `spec_over_plain_batch1_unpacked` likewise.
+weights are packed for decoding, as in every run (`evaluation.packed_gb`); the same keys with `_unpacked` behind them are
+measured without.
 """
 
 from __future__ import annotations
@@ -174,7 +173,7 @@ def at_temperature_0(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]
         rows += [row_of(f"plain, T=0 {layout}", 1, plain), row_of(f"drafter, T=0 {layout}", 1, spec)]
         if on_cpu:
             assert [g.token_ids for g in spec.generations] == wanted, "greedy tokens differ from Transformers'"
-            end = "" if layout == "packed" else "_unpacked"
+            end = "_unpacked" if layout == "unpacked" else ""
             keys[f"spec_over_plain_batch1{end}"] = spec.tokens_per_s / speed
             keys[f"break_even_tau{end}"] = spec.tau * speed / spec.tokens_per_s
     return rows, keys
@@ -197,7 +196,7 @@ def at_temperature_1(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]
         for batch in (1, 32):
             requests = copies_of(prompts, 1 if batch == 1 else 4, arguments.new_tokens)
             rows.append(row_of(f"plain, T=1 {layout}", batch, decode(target, None, requests, 1.0, batch)))
-        end = "_packed" if layout == "packed" else ""
+        end = "_unpacked" if layout == "unpacked" else ""
         keys[f"batch32_over_batch1{end}"] = speeds[32] / speeds[1]
     return rows, keys
 

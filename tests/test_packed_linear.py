@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 
 def _linear(bias: bool = False, dtype: torch.dtype = torch.float32) -> nn.Linear:
     torch.manual_seed(0)
-    return nn.Linear(320, 256, bias=bias).to(dtype)
+    return nn.Linear(320, 512, bias=bias).to(dtype)
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_FEWEST_WEIGHTS = 1 << 16  # below, the call costs more than the layout saves
+_FEWEST_WEIGHTS = 1 << 17  # below, the call costs more than the layout saves
 _DTYPES = (torch.float32, torch.bfloat16)
 _TOKENS = 16  # the number of rows that the layout is chosen for; others work as well
 
