@@ -5,8 +5,8 @@
 ``FOLDER`` is an export of layout deepspec. Without arguments: the embedded target with an untrained drafter, which
 shows the table but no speed-up. Keys: `batch32_over_batch1` at temperature 1, tokens per second of the same loop;
 `spec_over_plain_batch1` at temperature 0 against `generate` of the same target, same tokens, both in float32. On a CPU
-weights are packed for decoding, as in every run (`evaluation.packed_gb`); the same keys with `_unpacked` behind them are
-measured without.
+weights are packed for decoding, as in every run (`evaluation.packed_gb`); keys that end in `_unpacked` are measured
+without.
 """
 
 from __future__ import annotations
