@@ -170,7 +170,7 @@ def at_temperature_0(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]
         if layout == "packed":
             pack(target, drafter)
         plain, spec = (decode(target, network, requests, 0.0, 1) for network in (None, drafter))
-        rows += [row_of(f"plain, T=0 {layout}", 1, plain), row_of(f"drafter, T=0 {layout}", 1, spec)]
+        rows += [row_of(f"plain, T=0 {layout}".strip(), 1, plain), row_of(f"drafter, T=0 {layout}".strip(), 1, spec)]
         if on_cpu:
             assert [g.token_ids for g in spec.generations] == wanted, "greedy tokens differ from Transformers'"
             end = "_unpacked" if layout == "unpacked" else ""
@@ -192,10 +192,10 @@ def at_temperature_1(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]
             copies = 1 if batch == 1 else 4 if batch <= 32 else 8
             timed = decode(target, drafter, copies_of(prompts, copies, arguments.new_tokens), 1.0, batch)
             speeds[batch] = timed.tokens_per_s
-            rows.append(row_of(f"drafter, T=1 {layout}", batch, timed))
+            rows.append(row_of(f"drafter, T=1 {layout}".strip(), batch, timed))
         for batch in (1, 32):
             requests = copies_of(prompts, 1 if batch == 1 else 4, arguments.new_tokens)
-            rows.append(row_of(f"plain, T=1 {layout}", batch, decode(target, None, requests, 1.0, batch)))
+            rows.append(row_of(f"plain, T=1 {layout}".strip(), batch, decode(target, None, requests, 1.0, batch)))
         end = "_unpacked" if layout == "unpacked" else ""
         keys[f"batch32_over_batch1{end}"] = speeds[32] / speeds[1]
     return rows, keys

@@ -12,6 +12,7 @@ from dspark_exp.decoding import DecodingBatch, EarlyExit, Full, Request, Samplin
 from dspark_exp.errors import ConfigError, DataError
 from dspark_exp.scheduling import AsyncScheduler, CapacityCurve
 from dspark_exp.serving import Arrivals, Engine, QueueFull, drive
+from dspark_exp.serving.engine import num_entering
 from dspark_exp.targets import Target
 from tests.conftest import make_cache, make_drafter
 
@@ -273,3 +274,16 @@ def test_a_scheduler_and_early_exit_work_in_the_engine(target: Target) -> None:
     loop = SpeculativeLoop(target, None, make_cache, Sampling(0.0), batch_size=1)
     assert [t.generation.token_ids for t in tickets] == [g.token_ids for g in loop.run(requests)]
     assert {r.drafted > 0 for t in tickets for r in t.rounds} == {True, False}
+
+
+def test_who_enters_fits_rows_and_prefill_limit_and_one_always_may() -> None:
+    for prompts, num_free, count in (
+        ([5, 5, 5], 3, 2),
+        ([5, 5, 5], 1, 1),
+        ([5, 5, 5], 0, 0),
+        ([50, 1], 2, 1),
+        ([1, 50, 1], 3, 1),
+        ([10, 1], 2, 1),
+        ([], 2, 0),
+    ):
+        assert num_entering(prompts, num_free, max_prefill_tokens=10) == count, prompts

@@ -17,7 +17,7 @@ from urllib.request import urlopen
 import pytest
 from mlflow import MlflowClient
 
-from dspark_exp.tracking import FinishedJob, History, JobTracker, TrackedData, read_curves, register_folder
+from dspark_exp.tracking import FinishedJob, History, JobTracker, TrackedData, read_curves
 
 TAGS = {"drafter": "dflash", "target": "tiny", "experiment": "depth"}
 METRICS = {"tau/all": 2.5, "acceptance/pos_1": 0.7}
@@ -165,10 +165,17 @@ def test_an_export_becomes_versions_of_a_registered_model(store: str, server: st
     export = tmp_path / "export-deepspec"
     export.mkdir()
     (export / "config.json").write_text("{}")
-    assert register_folder(f"sqlite:///{tmp_path}/none.db", tmp_path / "unknown", export, "drafter") is None
+    assert History(f"sqlite:///{tmp_path}/none.db", "drafts").register("unknown", export, "drafter") is None
     with _tracker(uri, folder):
         pass
-    assert [register_folder(uri, folder, export, "drafter") for _ in range(2)] == ["1", "2"]
+    history = History(uri, "drafts")
+    assert [history.register(folder.name, export, "drafter") for _ in range(2)] == ["1", "2"]
     version = MlflowClient(uri).get_model_version("drafter", "2")
     assert version.run_id == (folder / "mlflow_run_id").read_text()
     assert version.source.endswith("export-deepspec")
+    later = tmp_path / f"dflash-{store}-untracked"
+    with _tracker("", later):
+        pass
+    assert history.register(later.name, export, "drafter") is None
+    assert history.log(_finished(later))
+    assert history.register(later.name, export, "drafter") == "3"

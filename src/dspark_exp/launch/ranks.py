@@ -14,9 +14,8 @@ from filelock import FileLock
 from torch import distributed
 
 Item = TypeVar("Item")
-_LONGEST_WAIT = timedelta(
-    days=2
-)  # for ranks whose share takes longer, or another job's work; deaths are torchrun's to see
+# other ranks may have the longer share, or another job the lock; a rank that dies is torchrun's to see
+_LONGEST_WAIT = timedelta(days=2)
 
 
 def rank() -> int:

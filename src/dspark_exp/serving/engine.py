@@ -11,8 +11,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from dspark_exp.decoding import DecodingBatch, Generation, Request, Round
 from dspark_exp.errors import DataError, DsparkError
@@ -21,6 +22,21 @@ log = logging.getLogger(__name__)
 OnTokens = Callable[[list[int]], None]
 OnEnd = Callable[[], None]
 MAX_PREFILL_TOKENS = 2048
+
+
+def num_entering(prompt_tokens: Iterable[int], num_free: int, max_prefill_tokens: int) -> int:
+    """How many waiting requests enter before the next round: as rows and prefill limit allow, one at least.
+
+    Args:
+        prompt_tokens: of the requests that wait, first come first.
+    """
+    count = tokens = 0
+    for length in islice(prompt_tokens, num_free):
+        tokens += length
+        if count and tokens > max_prefill_tokens:
+            break
+        count += 1
+    return count
 
 
 class QueueFull(DsparkError):
@@ -168,14 +184,10 @@ class Engine:
             )
 
     def _enter(self) -> None:
-        entering: list[Ticket] = []
         with self._lock:
-            tokens = 0
-            while self._waiting and len(entering) < self._batch.num_free:
-                tokens += len(self._waiting[0].request.prompt_ids)
-                if entering and tokens > self._max_prefill:
-                    break
-                entering.append(self._waiting.popleft())
+            prompts = (len(ticket.request.prompt_ids) for ticket in self._waiting)
+            count = num_entering(prompts, self._batch.num_free, self._max_prefill)
+            entering = [self._waiting.popleft() for _ in range(count)]
         if not entering:
             return
         for ticket in entering:

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy as np
 
 from dspark_exp.decoding import EarlyExit, Round, VerificationPolicy
 from dspark_exp.scheduling import CapacityCurve
-from dspark_exp.serving.engine import MAX_PREFILL_TOKENS
+from dspark_exp.serving.engine import MAX_PREFILL_TOKENS, num_entering
 from dspark_exp.serving.traffic import LoadResult, Served
 
 
@@ -67,7 +68,9 @@ def simulate(
     clock, busy = 0.0, 0.0
     active, served = list[_Flight](), list[Served]()
     while waiting or active:
-        entering = _entering(waiting, rows - len(active), clock, max_prefill_tokens)
+        arrived = takewhile(lambda flight: flight.submitted_at <= clock, waiting)  # noqa: B023 - read at once
+        prompts = (flight.request.prompt_tokens for flight in arrived)
+        entering = [waiting.popleft() for _ in range(num_entering(prompts, rows - len(active), max_prefill_tokens))]
         if entering:
             prefill = curve.enter_s(sum(f.request.prompt_tokens for f in entering))
             clock, busy = clock + prefill, busy + prefill
@@ -84,17 +87,6 @@ def simulate(
         served += [_served(f, clock) for f in active if f.position >= len(f.request.accepted)]
         active = [f for f in active if f.position < len(f.request.accepted)]
     return LoadResult(clock, served, busy)
-
-
-def _entering(waiting: deque[_Flight], free: int, clock: float, max_prefill_tokens: int) -> list[_Flight]:
-    """Who gets in before the next round, by the engine's own rule."""
-    entering, tokens = list[_Flight](), 0
-    while waiting and len(entering) < free and waiting[0].submitted_at <= clock:
-        tokens += waiting[0].request.prompt_tokens
-        if entering and tokens > max_prefill_tokens:
-            break
-        entering.append(waiting.popleft())
-    return entering
 
 
 def _round(

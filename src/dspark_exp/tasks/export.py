@@ -16,8 +16,9 @@ from dspark_exp.reports.model_card import model_card
 from dspark_exp.scheduling import read_table
 from dspark_exp.tasks.building import build_drafter, capacity_path, open_target
 from dspark_exp.tasks.checkpoints import load_drafter
+from dspark_exp.tasks.track import open_history
 from dspark_exp.tasks.train_eval import Job
-from dspark_exp.tracking import register_folder
+from dspark_exp.tracking import History
 
 log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -36,6 +37,7 @@ def run_export(job: Job) -> Exported:
             f"export.dtype={wanted.dtype!r} must be one of {', '.join(_DTYPES)} and export.shard_gb={wanted.shard_gb} "
             "above 0."
         )
+    registry = _registry(job)  # one that refuses does so before any work
     target = open_target(config)
     drafter = build_drafter(config, target).eval()
     results = _results(job)
@@ -56,19 +58,23 @@ def run_export(job: Job) -> Exported:
         capacity=read_table(capacity_path(config)) if capacity_path(config).exists() else None,
     )
     log.info("Exported for %s: %s (read back, logits within %.1e)", wanted.to, folder, done.max_logit_error)
-    _register(job, folder)
+    if registry is not None:
+        version = registry.register(job.folder.name, folder, str(wanted.register))
+        log.info("Registered in MLflow: %s, version %s", wanted.register, version)
     log.info("Serve with: %s", layout.serve.replace("DIR", str(folder)).replace("TARGET", config.target.path))
     return done
 
 
-def _register(job: Job, folder: Path) -> None:
-    name, uri = job.config.export.register, job.config.tracking.uri
-    if name is None:
-        return
-    version = register_folder(uri, job.folder, folder, name)
-    if version is None:
-        raise ConfigError(f"{uri} has no run of {job.folder.name}, so nothing to register: run task=track first.")
-    log.info("Registered in MLflow: %s, version %s", name, version)
+def _registry(job: Job) -> History | None:
+    """The store that holds the job's run, where the export is to be registered."""
+    if job.config.export.register is None:
+        return None
+    history = open_history(job.config)
+    if not history.has(job.folder.name):
+        raise ConfigError(
+            f"{job.config.tracking.uri} has no run of {job.folder.name} to register: run task=track first."
+        )
+    return history
 
 
 def _results(job: Job) -> dict[str, Any] | None:

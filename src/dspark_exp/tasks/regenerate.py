@@ -47,7 +47,7 @@ def regenerate(
         check_manifest(path.with_suffix(".manifest.json"), manifest, "data.responses")
         _join_parts(path)
     barrier()
-    done = {(record["index"], record.get("turn", 0)): record for record in read_records(path)}
+    done = _read_done(path)
     generate = _generator(config, target)
     turn = 0
     while todo := _next_turns(conversations, done, turn, target.tokenizer):
@@ -69,26 +69,10 @@ def _answer(
     done: dict[tuple[int, int], dict[str, Any]],
 ) -> None:
     """Generate one turn of many conversations; every reply is on disk as soon as it is there."""
+    prompts = share(prompts)
     own_path = path if num_ranks() == 1 else path.with_suffix(f".rank{rank()}.jsonl")
-    _answer_share(generate, share(prompts), turn, conversations, own_path, done)
-    if num_ranks() > 1:
-        barrier()
-        if rank() == 0:
-            _join_parts(path)
-        barrier()
-        done |= {(record["index"], record["turn"]): record for record in read_records(path)}
-
-
-def _answer_share(
-    generate: Generate,
-    prompts: Sequence[tuple[int, list[int]]],
-    turn: int,
-    conversations: Sequence[Conversation],
-    path: Path,
-    done: dict[tuple[int, int], dict[str, Any]],
-) -> None:
     is_quiet = not prompts or rank() > 0
-    with path.open("a", encoding="utf-8") as stream, Progress(transient=True, disable=is_quiet) as bar:
+    with own_path.open("a", encoding="utf-8") as stream, Progress(transient=True, disable=is_quiet) as bar:
         task = bar.add_task("regenerating", total=len(prompts))
 
         def write(position: int, reply: Reply) -> None:
@@ -100,6 +84,17 @@ def _answer_share(
 
         if prompts:
             generate([(index + turn * _TURN_SEED, ids) for index, ids in prompts], write)
+    if num_ranks() > 1:
+        barrier()
+        if rank() == 0:
+            _join_parts(path)
+        barrier()
+        done |= _read_done(path)
+
+
+def _read_done(path: Path) -> dict[tuple[int, int], dict[str, Any]]:
+    """Records by conversation and turn."""
+    return {(record["index"], record.get("turn", 0)): record for record in read_records(path)}
 
 
 def _join_parts(path: Path) -> None:
@@ -154,7 +149,8 @@ def _generator(config: ExperimentConfig, target: Target) -> Generate:
     if wanted.server is not None:
         end = turn_end_id(target.tokenizer) or target.facts.stop_ids[0]
         sampling = {key: value for key, value in vars(config.target.sampling).items() if key != "top_k" or value > 0}
-        settings = ServerSettings(wanted.server.rstrip("/"), wanted.server_model, wanted.server_concurrency)
+        concurrency = max(1, wanted.server_concurrency // num_ranks())  # the server sees all ranks
+        settings = ServerSettings(wanted.server.rstrip("/"), wanted.server_model, concurrency)
         return CompletionServer(
             settings, sampling, wanted.max_new_tokens, target.tokenizer, target.facts.stop_ids, end
         ).generate

@@ -39,7 +39,7 @@ from dspark_exp.tasks.checkpoints import load_drafter, store_calibration
 from dspark_exp.tasks.evaluate import Evaluation, draft_rounds, evaluate
 from dspark_exp.tasks.prepare_data import PreparedData, compute_of, prepare_data
 from dspark_exp.tasks.provenance import provenance
-from dspark_exp.tasks.tracked import datasets_of, files_of, final_metrics, tags_of, write_environment
+from dspark_exp.tasks.tracked import datasets_of, files_of, final_metrics, write_environment
 from dspark_exp.tracking import JobTracker
 from dspark_exp.training import DataWait, DraftDiagnostics, DrafterData, DrafterModule, Optimization
 
@@ -54,9 +54,16 @@ class Job:
     plain: dict[str, Any]
 
     @property
+    def header(self) -> dict[str, str]:
+        """What results begin with, and what an MLflow run is tagged with."""
+        config = self.config
+        named = config.experiment or "single"
+        return {"experiment": named, "target": config.target.name, "drafter": config.drafter.name}
+
+    @property
     def folder(self) -> Path:
-        parts = (self.config.experiment or "single", self.config.target.name)
-        return Path(self.config.paths.outputs, *parts, f"{self.config.drafter.name}-{job_key(self.plain)}")
+        name = f"{self.config.drafter.name}-{job_key(self.plain)}"
+        return Path(self.config.paths.outputs, self.header["experiment"], self.config.target.name, name)
 
     @property
     def results_path(self) -> Path:
@@ -125,7 +132,7 @@ def finished_results(job: Job) -> dict[str, Any] | None:
         return None  # begun here: it goes on from its checkpoint
     for path in Path(job.config.paths.outputs).glob(f"*/{job.config.target.name}/{job.folder.name}/results.json"):
         log.info("%s is finished already, in another experiment: %s", job.config.drafter.name, path)
-        results = {**json.loads(path.read_text()), "experiment": job.config.experiment or "single"}
+        results = {**json.loads(path.read_text()), "experiment": job.header["experiment"]}
         job.folder.parent.mkdir(parents=True, exist_ok=True)
         job.folder.symlink_to(os.path.relpath(path.parent, job.folder.parent), target_is_directory=True)
         return results
@@ -153,7 +160,7 @@ def _tracker(job: Job) -> JobTracker:
         name=job.folder.name,
         folder=job.folder,
         parameters=flattened(job.plain),
-        tags=tags_of(_header(job)),
+        tags=job.header,
     )
 
 
@@ -255,20 +262,11 @@ def _results(
 ) -> dict[str, Any]:
     config = job.config
     return {
-        **_header(job),
+        **job.header,
         "job": job.folder.name,
         "rows": evaluation.rows,
         "training": training,
         "provenance": provenance(config, target, data.provenance if data is not None else {}, prompts_sha256),
-    }
-
-
-def _header(job: Job) -> dict[str, str]:
-    config = job.config
-    return {
-        "experiment": config.experiment or "single",
-        "target": config.target.name,
-        "drafter": config.drafter.name,
     }
 
 

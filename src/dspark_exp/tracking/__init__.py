@@ -1,6 +1,6 @@
 """MLflow: one parent run per sweep, one child per job."""
 
-from dspark_exp.tracking.history import FinishedJob, History, read_curves, register_folder
+from dspark_exp.tracking.history import FinishedJob, History, read_curves
 from dspark_exp.tracking.mlflow_runs import JobTracker, TrackedData, close_parent_run, open_parent_run
 
 __all__ = [
@@ -11,5 +11,4 @@ __all__ = [
     "close_parent_run",
     "open_parent_run",
     "read_curves",
-    "register_folder",
 ]

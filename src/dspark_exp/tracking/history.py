@@ -17,7 +17,6 @@ from dspark_exp.tracking.mlflow_runs import (
     JOB_TAG,
     PARENT_TAG,
     TrackedData,
-    known_run,
     log_outcome,
     prepare_store,
 )
@@ -45,10 +44,11 @@ class History:
         from mlflow import MlflowClient
 
         self._client: Any = MlflowClient(uri)
+        self._parents: dict[tuple[str, str], str] = {}
 
     def log(self, job: FinishedJob) -> bool:
         """Returns False where the store has the whole run. A run that broke off is replaced."""
-        for run in self._found(f"tags.{JOB_TAG} = '{job.folder.name}'"):
+        for run in self._runs_of(job.folder.name):
             if run.info.status == "FINISHED" and "tau/all" in run.data.metrics:
                 return False
             self._client.delete_run(run.info.run_id)
@@ -62,20 +62,52 @@ class History:
         self._client.set_terminated(run.info.run_id, "FINISHED", end_time=ended)
         return True
 
+    def register(self, job: str, folder: Path, model: str) -> str | None:
+        """A folder as an artifact of a job's run and as a new version of a registered model.
+
+        Returns:
+            The version; None where the store has no run of this job.
+        """
+        from mlflow.exceptions import MlflowException
+
+        runs = self._runs_of(job)
+        if not runs:
+            return None
+        info = runs[0].info
+        self._client.log_artifacts(info.run_id, str(folder), folder.name)
+        try:
+            self._client.create_registered_model(model)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        version = self._client.create_model_version(model, f"{info.artifact_uri}/{folder.name}", info.run_id)
+        return str(version.version)
+
+    def has(self, job: str) -> bool:
+        """Whether the store has a run of this job."""
+        return bool(self._runs_of(job))
+
+    def _runs_of(self, job: str) -> list[Any]:
+        return self._found(f"tags.{JOB_TAG} = '{job}'")
+
     def _found(self, condition: str) -> list[Any]:
         return list(self._client.search_runs([self._experiment_id], condition))
 
     def _parent_of(self, job: FinishedJob, started: int) -> str:
         """The run that groups the jobs of one experiment on one target."""
         experiment, target = job.tags["experiment"], job.tags["target"]
-        condition = f"tags.kind = 'sweep' and tags.experiment = '{experiment}' and tags.target = '{target}'"
-        for run in self._found(condition):
-            return str(run.info.run_id)
+        if (experiment, target) not in self._parents:
+            condition = f"tags.kind = 'sweep' and tags.experiment = '{experiment}' and tags.target = '{target}'"
+            found = self._found(condition) or [self._new_parent(experiment, target, started)]
+            self._parents[experiment, target] = str(found[0].info.run_id)
+        return self._parents[experiment, target]
+
+    def _new_parent(self, experiment: str, target: str, started: int) -> Any:
         tags = {"kind": "sweep", "experiment": experiment, "target": target}
         name = f"{experiment}/{target}"
         run = self._client.create_run(self._experiment_id, start_time=started, tags=tags, run_name=name)
         self._client.set_terminated(run.info.run_id, "FINISHED")
-        return str(run.info.run_id)
+        return run
 
     def _log_parameters(self, run_id: str, parameters: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
@@ -101,26 +133,3 @@ def read_curves(folder: Path) -> dict[tuple[str, int], float]:
                 step = int(row.pop("step"))
                 values |= {(name, step): float(text) for name, text in row.items() if text and name != "epoch"}
     return values
-
-
-def register_folder(uri: str, job_folder: Path, folder: Path, name: str) -> str | None:
-    """A folder as an artifact of a job's run and as a new version of a registered model.
-
-    Returns:
-        The version; None where the store has no run of this job.
-    """
-    run_id = known_run(uri, job_folder)
-    if run_id is None:
-        return None
-    from mlflow import MlflowClient
-    from mlflow.exceptions import MlflowException
-
-    client: Any = MlflowClient(uri)
-    client.log_artifacts(run_id, str(folder), folder.name)
-    try:
-        client.create_registered_model(name)
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_ALREADY_EXISTS":
-            raise
-    source = f"{client.get_run(run_id).info.artifact_uri}/{folder.name}"
-    return str(client.create_model_version(name, source, run_id).version)
