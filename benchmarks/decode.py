@@ -28,7 +28,7 @@ from dspark_exp.data.rendering import render_prompt
 from dspark_exp.decoding import Generation, Request, Sampling, SpeculativeLoop
 from dspark_exp.drafters import DSparkDrafter, in_dtype
 from dspark_exp.interop import read_config, read_drafter
-from dspark_exp.packed_linear import pack_linears
+from dspark_exp.onednn import pack_linears
 from dspark_exp.targets import RaggedKVCache, Target, load_target, location_of
 from measure import report
 

@@ -6,6 +6,7 @@ Knows nothing about drafters.
 from __future__ import annotations
 
 import json
+import math
 import platform
 import statistics
 import time
@@ -99,14 +100,20 @@ def _peak_of(allocations: Sequence[tuple[int, int, int]], kept: set[int]) -> int
 
 def flops(work: Callable[[], object]) -> int:
     """Floating-point operations of the matrix products that ``work`` runs."""
-    in_place = {torch.ops.aten.addmm_: _addmm_flops}  # not among the counter's own formulas
-    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+    missing = {torch.ops.aten.addmm_: _addmm_flops}  # among the counter's own formulas
+    if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        missing[torch.ops.mkldnn._linear_pointwise] = _linear_flops
+    with FlopCounterMode(display=False, custom_mapping=missing) as counter:
         work()
     return counter.get_total_flops()
 
 
 def _addmm_flops(_into: Any, left: Any, right: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
     return 2 * left[0] * left[1] * right[1]
+
+
+def _linear_flops(rows: Any, weight: Any, *_: Any, **__: Any) -> int:
+    return 2 * math.prod(rows) * weight[0]
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype = torch.float32) -> float:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dspark_exp.contracts import autocast_dtype
+from dspark_exp.onednn import product
 
 CHUNK_ELEMENTS = 1 << 23  # logits held at a time, in the dtype of the matrix products: large enough for their speed
 _TILE_ELEMENTS = 1 << 19  # logits widened to float32 at a time: small enough for the processor's cache
@@ -104,8 +105,8 @@ class _SlotLosses(torch.autograd.Function):
         terms = hidden.new_zeros(4, hidden.shape[0], dtype=wide)
         with torch.autocast(hidden.device.type, enabled=False):
             for slots, context in _chunks(position, final.shape[0], lm_head.shape[0], chunk_elements):
-                target, _ = _capped(final[context].to(dtype) @ head.T, softcap, needs_slope=False)
-                logits, slope = _capped(hidden[slots].to(dtype) @ head.T, softcap, needs_slope=needs_grad)
+                target, _ = _capped(product(final[context].to(dtype), head), softcap, needs_slope=False)
+                logits, slope = _capped(product(hidden[slots].to(dtype), head), softcap, needs_slope=needs_grad)
                 z = None if bias_features is None else bias_features[slots].to(dtype)
                 if z is not None and bias_head is not None:
                     logits.addmm_(z, bias_head.T)
@@ -154,9 +155,9 @@ class _Gradients:
         bias_head: Tensor | None,
     ) -> None:
         before_cap = grad if slope is None else grad * slope
-        self.hidden[slots] = (before_cap @ head).to(self.hidden.dtype)
+        self.hidden[slots] = product(before_cap, head.T).to(self.hidden.dtype)
         if self.features is not None and self.weight is not None and features is not None and bias_head is not None:
-            self.features[slots] = (grad @ bias_head).to(self.features.dtype)
+            self.features[slots] = product(grad, bias_head.T).to(self.features.dtype)
             if grad.dtype == self.weight.dtype:
                 self.weight.addmm_(grad.T, features)
             else:

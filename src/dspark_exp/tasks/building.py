@@ -22,7 +22,7 @@ from dspark_exp.decoding import DecodingBatch, EarlyExit, Sampling, SpeculativeL
 from dspark_exp.drafters import in_dtype
 from dspark_exp.errors import ConfigError
 from dspark_exp.interop import load_weights, read_config
-from dspark_exp.packed_linear import pack_linears
+from dspark_exp.onednn import pack_linears
 from dspark_exp.scheduling import CapacityTable, read_table
 from dspark_exp.schema import ExperimentConfig, SamplingConfig
 from dspark_exp.targets import RaggedKVCache, Target, load_target

@@ -1,8 +1,9 @@
-"""Linear layers that decode on a CPU from weights in oneDNN's own layout.
+"""Matrix products on a CPU through oneDNN: PyTorch's float32 kernels take slow code paths on some processors.
 
-A forward over few tokens is bound by how weights are read. The default kernels lay a weight out anew in every call, and
-on some processors take slow code paths besides. Packed once, verifying eight tokens can cost less than one token did.
-In: modules with linear layers. Out: the same modules, parameters untouched. Knows no model.
+A forward over few tokens is bound by how weights are read, and the default kernels lay a weight out anew in every call.
+Packed once, verifying eight tokens can cost less than one token did. Wide products outside of autograd, those of the
+chunked losses, gain from the kernels alone.
+In: tensors, modules with linear layers. Out: products; the same modules, parameters untouched. Knows no model.
 """
 
 from __future__ import annotations
@@ -15,6 +16,14 @@ from torch import Tensor, nn
 _FEWEST_WEIGHTS = 1 << 17  # below, the call costs more than the layout saves
 _DTYPES = (torch.float32, torch.bfloat16)
 _TOKENS = 16  # the number of rows that the layout is chosen for; others work as well
+
+
+def product(rows: Tensor, weight: Tensor) -> Tensor:
+    """``rows @ weight.T``, [M, V], of rows [M, d] and weight [V, d], outside of autograd; ``weight`` may be a view."""
+    usable = rows.device.type == "cpu" and rows.dtype == weight.dtype == torch.float32
+    if not usable or weight.numel() < _FEWEST_WEIGHTS or not torch.backends.mkldnn.is_available():
+        return rows @ weight.T
+    return torch.ops.mkldnn._linear_pointwise(rows, weight, None, "none", [], "")
 
 
 class PackedLinear(nn.Linear):

@@ -9,9 +9,22 @@ import pytest
 import torch
 from torch import nn
 
-from dspark_exp.packed_linear import PackedLinear, pack_linears
+from dspark_exp.onednn import PackedLinear, pack_linears, product
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch was built without oneDNN")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("rows", "width", "vocab"), [(5, 320, 512), (3, 512, 320), (4, 8, 16), (0, 320, 512)])
+def test_product_of_rows_and_weights(rows: int, width: int, vocab: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    left, weight = torch.randn(rows, width).to(dtype), torch.randn(vocab, width).to(dtype)
+    view = weight.T.contiguous().T  # the same values, laid out column by column
+    expected = (left.double() @ weight.double().T).to(dtype)
+    for given in (weight, view):
+        torch.testing.assert_close(
+            product(left, given), expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-4
+        )
 
 
 def _linear(bias: bool = False, dtype: torch.dtype = torch.float32) -> nn.Linear:
