@@ -49,7 +49,7 @@ def test_a_step_has_the_dense_implementations_gradients(checkpoint: bool) -> Non
 
 def test_memory_and_work_at_qwen3_4b_size_are_computed_without_running(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / "train_step.py"), "--device", "meta", "--json", "out.json"]
-    subprocess.run(command, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)  # errors are shown
+    subprocess.run(command, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
     (row,) = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert row["computed_mb"] < 6000
     assert row["tflop"] > 10
@@ -58,6 +58,6 @@ def test_memory_and_work_at_qwen3_4b_size_are_computed_without_running(tmp_path:
 @pytest.mark.slow
 def test_the_decoding_benchmark_runs_on_the_embedded_target(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / "decode.py"), "--num-prompts", "2", "--new-tokens", "6"]
-    subprocess.run([*command, "--json", "out.json"], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)  # errors are shown
+    subprocess.run([*command, "--json", "out.json"], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
     result = json.loads((tmp_path / "out.json").read_text())
     assert {"batch32_over_batch1", "spec_over_plain_batch1", "break_even_tau"} <= result.keys()
