@@ -100,7 +100,7 @@ def _peak_of(allocations: Sequence[tuple[int, int, int]], kept: set[int]) -> int
 
 def flops(work: Callable[[], object]) -> int:
     """Floating-point operations of the matrix products that ``work`` runs."""
-    missing = {torch.ops.aten.addmm_: _addmm_flops}  # among the counter's own formulas
+    missing = {torch.ops.aten.addmm_: _addmm_flops}  # formulas that the counter does not have
     if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         missing[torch.ops.mkldnn._linear_pointwise] = _linear_flops
     with FlopCounterMode(display=False, custom_mapping=missing) as counter:

@@ -1,4 +1,4 @@
-"""Packed linear layers give what plain ones give, follow their weights, and leave training alone."""
+"""Products and packed linear layers give what plain ones give, follow their weights, and leave training alone."""
 
 from __future__ import annotations
 

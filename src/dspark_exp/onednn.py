@@ -20,8 +20,7 @@ _TOKENS = 16  # the number of rows that the layout is chosen for; others work as
 
 def product(rows: Tensor, weight: Tensor) -> Tensor:
     """``rows @ weight.T``, [M, V], of rows [M, d] and weight [V, d], outside of autograd; ``weight`` may be a view."""
-    usable = rows.device.type == "cpu" and rows.dtype == weight.dtype == torch.float32
-    if not usable or weight.numel() < _FEWEST_WEIGHTS or not torch.backends.mkldnn.is_available():
+    if not (rows.dtype == weight.dtype == torch.float32 and _gains(weight)):
         return rows @ weight.T
     return torch.ops.mkldnn._linear_pointwise(rows, weight, None, "none", [], "")
 
@@ -70,8 +69,6 @@ def pack_linears(*modules: nn.Module, max_bytes: float = float("inf")) -> int:
 
     Nothing is done, and 0 returned, where oneDNN is missing and where the copies would take more than ``max_bytes``.
     """
-    if not torch.backends.mkldnn.is_available():
-        return 0
     layers = {
         layer
         for module in modules
@@ -89,7 +86,9 @@ def pack_linears(*modules: nn.Module, max_bytes: float = float("inf")) -> int:
 
 
 def _gains(weight: Tensor) -> bool:
-    if weight.device.type != "cpu" or weight.numel() < _FEWEST_WEIGHTS:
+    """Whether products with this weight are worth oneDNN's kernels, and can have them."""
+    on_cpu = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
+    if not on_cpu or weight.numel() < _FEWEST_WEIGHTS:
         return False
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
