@@ -66,7 +66,8 @@ class SpeculativeLoop:
         if not requests:
             return []
         batch = self._open(requests)
-        waiting = list(enumerate(requests))[::-1]
+        # the longest prompts first: what decodes together is of like length, and memory runs out at once or not at all
+        waiting = sorted(enumerate(requests), key=lambda pair: len(pair[1].prompt_ids))
         while waiting or batch.active:
             if waiting and batch.num_free:
                 batch.enter([waiting.pop() for _ in range(min(batch.num_free, len(waiting)))])

@@ -20,7 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from dspark_exp.errors import ConfigError, DataError
-from dspark_exp.targets import ragged_flex
+from dspark_exp.targets import ragged_flex, ragged_sdpa
 
 RAGGED = "dspark_ragged"
 BACKENDS = ("auto", "sdpa", "flex")
@@ -33,8 +33,8 @@ class RaggedKVCache:
         layer_kv: key/value heads and head width of every layer of the model that writes here.
         num_rows: requests in flight at most.
         max_length: positions per row, the transient ones of a block included.
-        backend: attention: ``sdpa`` over rows padded to the longest, or ``flex`` over tiles of the flattened pass.
-            ``auto`` is sdpa.
+        backend: attention: ``sdpa`` over runs of rows padded to the longest of the run, or ``flex`` over tiles of the
+            flattened pass. ``auto`` is sdpa.
 
     Raises:
         ConfigError: unknown backend.
@@ -87,43 +87,8 @@ class RaggedKVCache:
             row_B=row.to(self.device),
             position_B=position.to(self.device),
             seen_by_B=(row.numpy(), seen),
-            make_grid=lambda: _grid(rows, counts, position, visible, width, self.device),
+            make_runs=lambda: ragged_sdpa.make_runs(rows, counts, position, visible, len(self.keys), self.device),
         )
-
-
-@dataclass(frozen=True)
-class _Grid:
-    """The pass as [requests, queries of the longest] over their rows, for attention of padded rows."""
-
-    rows: Tensor
-    is_prefix: bool  # rows 0 .. n-1 in order: their keys are a view, nothing is gathered
-    is_uniform: bool
-    row_B: Tensor  # place of each query in the grid
-    slot_B: Tensor
-    mask_RQK: Tensor
-    position_RQ: Tensor
-
-
-def _grid(
-    rows: list[int], counts: list[int], position: Tensor, visible: Tensor, width: int, device: torch.device
-) -> _Grid:
-    count = max(counts)
-    row = torch.arange(len(rows)).repeat_interleave(torch.tensor(counts))
-    slot = torch.cat([torch.arange(c) for c in counts])
-    mask = torch.zeros(len(rows), count, width, dtype=torch.bool)
-    mask[row, slot] = torch.arange(width)[None] < visible[:, None]
-    mask[..., 0] |= ~mask.any(-1)  # a padded query attends somewhere: its output is dropped
-    positions = torch.zeros(len(rows), count, dtype=torch.long)
-    positions[row, slot] = position
-    return _Grid(
-        rows=torch.tensor(rows, device=device),
-        is_prefix=rows == list(range(len(rows))),
-        is_uniform=all(c == count for c in counts),
-        row_B=row.to(device),
-        slot_B=slot.to(device),
-        mask_RQK=mask.to(device),
-        position_RQ=positions.to(device),
-    )
 
 
 @dataclass(frozen=True)
@@ -137,28 +102,13 @@ class RaggedPass:
     row_B: Tensor
     position_B: Tensor
     seen_by_B: tuple[np.ndarray, np.ndarray]  # on the host: row of each query, and how much of it is visible
-    make_grid: Callable[[], _Grid]
-    _masks: dict[tuple[int | None, int, torch.dtype], Tensor] = field(default_factory=dict)
+    make_runs: Callable[[], list[ragged_sdpa.Run]]
     _tiles: dict[int | None, BlockMask] = field(default_factory=dict)
 
     @cached_property
-    def grid(self) -> _Grid:
-        return self.make_grid()
-
-    def mask_of(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor:
-        """What is added to scores [R, 1, groups * Q, K] in a layer that looks back ``window`` tokens, itself included.
-
-        The heads that share a key head are queries of one attention, so the mask stands once for each of them.
-        """
-        key = (window, groups, dtype)
-        if key not in self._masks:
-            sees = self.grid.mask_RQK
-            if window is not None and window < sees.shape[-1]:
-                positions = torch.arange(sees.shape[-1], device=sees.device)
-                sees = sees & (positions > self.grid.position_RQ[..., None] - window)
-            added = torch.zeros(sees.shape, dtype=dtype, device=sees.device).masked_fill(~sees, float("-inf"))
-            self._masks[key] = added.repeat(1, groups, 1)[:, None]
-        return self._masks[key]
+    def runs(self) -> list[ragged_sdpa.Run]:
+        """The calls of the sdpa backend."""
+        return self.make_runs()
 
     def tiles_of(self, window: int | None) -> BlockMask:
         """The key tiles of every query tile, for the flex backend."""
@@ -186,24 +136,9 @@ class RaggedPass:
         if self.cache.backend == "flex":
             stored = self.cache.keys[layer].transpose(0, 1), self.cache.values[layer].transpose(0, 1)
             return ragged_flex.attend(query_BHD, *stored, self.tiles_of(window), scale)
-        grid = self.grid
-        num_rows, count, width = grid.mask_RQK.shape
-        keys, values = self.cache.keys[layer][:, :, :width], self.cache.values[layer][:, :, :width]
-        chosen: Any = slice(num_rows) if grid.is_prefix else grid.rows
-        keys, values = keys[chosen], values[chosen]
-        num_heads, head_dim = query_BHD.shape[1:]
-        if grid.is_uniform:
-            query = query_BHD.view(num_rows, count, num_heads, head_dim)
-        else:
-            query = query_BHD.new_zeros(num_rows, count, num_heads, head_dim)
-            query[grid.row_B, grid.slot_B] = query_BHD
-        groups = num_heads // keys.shape[1]
-        folded = query.unflatten(2, (keys.shape[1], groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        out = torch.nn.functional.scaled_dot_product_attention(
-            folded.to(keys.dtype), keys, values, attn_mask=self.mask_of(window, groups, keys.dtype), scale=scale
+        return ragged_sdpa.attend(
+            self.runs, query_BHD, self.cache.keys[layer], self.cache.values[layer], scale, window
         )
-        out = out.unflatten(2, (groups, count)).permute(0, 3, 1, 2, 4).flatten(2, 3)
-        return out.reshape(-1, num_heads, head_dim) if grid.is_uniform else out[grid.row_B, grid.slot_B]
 
 
 def ragged_attention(
