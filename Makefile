@@ -3,6 +3,10 @@ PYTHON ?= python3
 EXTRA_PIP ?=
 BIN := .venv/bin
 RUN := $(BIN)/python -m dspark_exp
+# without a GPU two jobs share the cores: steps this small gain little from a second thread
+CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
+TWO_JOBS := hydra/launcher=joblib hydra.launcher.n_jobs=2 trainer.num_threads=$(shell expr $(CORES) / 2)
+JOBS ?= $(if $(shell command -v nvidia-smi),,$(if $(filter 1,$(CORES)),,$(TWO_JOBS)))
 
 .PHONY: table1 test lint interop ray mlflow-ui clean
 
@@ -14,7 +18,7 @@ RUN := $(BIN)/python -m dspark_exp
 	touch $@
 
 table1: .venv/installed   ## four drafters, nine benchmarks, one report in reports/table1/tiny
-	$(RUN) +experiment=table1 $(ARGS)
+	$(RUN) +experiment=table1 $(JOBS) $(ARGS)
 
 test: .venv/installed     ## the whole test suite, under 15 minutes on 2 cores, two processes of one thread
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
