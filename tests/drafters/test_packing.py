@@ -113,3 +113,35 @@ def test_a_batch_with_nothing_live_still_runs_one_block() -> None:
     packing = Packing.of(torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 3, dtype=torch.bool), 5)
     assert packing.blocks.padded.tolist() == [0]
     assert len(packing.context.padded) == 2
+
+
+@pytest.mark.parametrize("convention", ["live", "released"])
+def test_eagle3_computes_only_what_the_objective_counts(target: Target, convention: str) -> None:
+    """Prompts, unsupervised turns and the ends of rows are left out, and nothing that is trained on changes."""
+    features, objective = _padded(_rows(target)), TrainingTimeTestObjective(convention=convention)
+    features.supervised[1, 9:13] = False  # a second turn of the user
+    drafter = make_drafter("eagle3", target)
+    needed = objective.needed(features, BLOCK_SIZE)
+    assert needed.sum() < sum(LENGTHS)
+    results, grads = [], []
+    for mask in (None, needed):
+        drafter.zero_grad()
+        steps = drafter(features, BLOCK_SIZE, mask)
+        result = objective([drafter.norm(hidden) for hidden in steps], features, drafter.frozen, lambda value: value)
+        result.loss.backward()
+        results.append(result.loss.detach())
+        grads.append({name: p.grad.clone() for name, p in drafter.named_parameters() if p.grad is not None})
+    assert not steps[-1][~needed].any()
+    torch.testing.assert_close(results[0], results[1], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(grads[0], grads[1], atol=1e-6, rtol=1e-5)
+
+
+def test_eagle3_with_nothing_to_train_on_runs_and_has_no_gradient(target: Target) -> None:
+    features = _padded(_rows(target))
+    features.supervised[:] = False
+    drafter, objective = make_drafter("eagle3", target), TrainingTimeTestObjective()
+    steps = drafter(features, BLOCK_SIZE, objective.needed(features, BLOCK_SIZE))
+    result = objective([drafter.norm(hidden) for hidden in steps], features, drafter.frozen, lambda value: value)
+    result.loss.backward()
+    assert float(result.loss.detach()) == 0
+    assert all(p.grad is None or not p.grad.any() for p in drafter.parameters())

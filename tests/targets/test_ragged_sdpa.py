@@ -69,9 +69,7 @@ def test_cuts_are_the_cheapest_of_all() -> None:
             return sum(250 + (j - i) * widths[i:j].max() * (1 + counts[i:j].max() / 6) for i, j in calls)
 
         inner = range(1, number)
-        every = [
-            (0, *chosen, number) for size in range(number) for chosen in itertools.combinations(inner, size)
-        ]
+        every = [(0, *chosen, number) for size in range(number) for chosen in itertools.combinations(inner, size)]
         assert cost(tuple(cheapest_cuts(counts, widths, 250.0))) == pytest.approx(min(map(cost, every)))
 
 

@@ -77,53 +77,74 @@ class Eagle3Drafter(nn.Module):
         """Compile the training pass; names of parameters stay as they are, decoding is not touched."""
         self._steps = torch.compile(self._steps, dynamic=True)  # type: ignore[method-assign]
 
-    def forward(self, features: TargetFeatures, horizon: int) -> list[Tensor]:
+    def forward(self, features: TargetFeatures, horizon: int, needed_NS: Tensor | None = None) -> list[Tensor]:
         """Training-time test: hidden states [N, S, d] of each of ``horizon`` steps, before the final norm.
 
-        Padding is not computed: its hidden states are zero.
+        Only the positions of ``needed_NS`` are computed (None: all but padding); the others' hidden states are zero.
+        No position reads another's later steps, so prompts cost keys and values of step 0 and nothing else.
         """
-        ids, taps = features.input_ids, features.taps
+        ids = features.input_ids
         columns = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        rows = Index.of(columns < (ids.shape[1] if features.lengths is None else features.lengths[:, None]))
-        steps = self._steps(rows.pack(taps).to(self.dtype), ids, rows, rows.pack(columns), horizon)
+        inside = columns < (ids.shape[1] if features.lengths is None else features.lengths[:, None])
+        context = Index.of(inside)
+        needed = inside if needed_NS is None else inside & needed_NS
+        needed[0, 0] |= ~needed.any()  # a rank with nothing to train runs the same layers
+        rows = Index.of(needed)
+        chosen = rows.pack(context.unpack(torch.arange(len(context.padded), device=ids.device)))
+        taps = context.pack(features.taps).to(self.dtype)
+        steps = self._steps(taps, ids, (context, rows, chosen), context.pack(columns), horizon)
         return [rows.unpack(hidden) for hidden in steps]
 
-    def _steps(self, taps_TE: Tensor, ids: Tensor, rows: Index, positions: Tensor, horizon: int) -> list[Tensor]:
+    def _steps(
+        self, taps_TE: Tensor, ids: Tensor, indices: tuple[Index, Index, Tensor], positions: Tensor, horizon: int
+    ) -> list[Tensor]:
+        """Step 0 over the context, whose ``chosen`` rows go on; they alone are queries and take later steps."""
+        context, rows, chosen = indices
+        attention = self.layer.self_attn
         hidden = self.fc(taps_TE)
-        causal = torch.ones(rows.used, rows.used, dtype=torch.bool, device=ids.device).triu(1)
-        keys_NSKD: list[Tensor] = []
-        values_NSKD: list[Tensor] = []
+        ids = torch.nn.functional.pad(ids[:, 1:], (0, 1))
+        mixed = self.layer.mix(self.frozen.embedding(context.pack(ids)).to(taps_TE.dtype), hidden)
+        first = tuple(context.to_grid(part) for part in attention.key_value(mixed, self.rotary(positions)))
+        hidden, mixed, positions = hidden[chosen], mixed[chosen], positions[chosen]
+        hides = torch.arange(context.used, device=ids.device) > rows.to_grid(positions)[..., None]
+        later: list[tuple[Tensor, Tensor]] = []
         steps = []
         for step in range(horizon):
-            ids = torch.nn.functional.pad(ids[:, 1:], (0, 1))
-            mixed = self.layer.mix(self.frozen.embedding(rows.pack(ids)).to(taps_TE.dtype), hidden)
             rotation = self.rotary(positions + step)
-            key, value = self.layer.self_attn.key_value(mixed, rotation)
-            keys_NSKD.append(rows.to_grid(key))
-            values_NSKD.append(rows.to_grid(value))
-            query = rows.to_grid(self.layer.self_attn.query(mixed, rotation))
-            attended = rows.from_grid(self._attend(query, keys_NSKD, values_NSKD, causal))
+            if step > 0:
+                ids = torch.nn.functional.pad(ids[:, 1:], (0, 1))
+                mixed = self.layer.mix(self.frozen.embedding(rows.pack(ids)).to(taps_TE.dtype), hidden)
+                key, value = attention.key_value(mixed, rotation)
+                later.append((rows.to_grid(key), rows.to_grid(value)))
+            query = rows.to_grid(attention.query(mixed, rotation))
+            attended = rows.from_grid(self._attend(query, *first, later, hides))
             hidden = self.layer.finish(hidden, attended)
             steps.append(hidden)
         return steps
 
-    def _attend(self, query: Tensor, keys: list[Tensor], values: list[Tensor], causal: Tensor) -> Tensor:
-        """Causal over step 0, own position only over later steps: S + j scores per query, no mask over all steps."""
-        n, s, h, d = query.shape
-        k = keys[0].shape[2]
-        grouped = query.view(n, s, k, h // k, d)
+    def _attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, later: list[tuple[Tensor, Tensor]], hides: Tensor
+    ) -> Tensor:
+        """Causal over step 0, own position only over later steps: S + j scores per query, no mask over all steps.
+
+        Shapes: query [N, Q, H, D]; keys and values of step 0 [N, S, K, D], of later steps [N, Q, K, D] each;
+        hides [N, Q, S], true where a query must not look.
+        """
+        n, q, h, d = query.shape
+        s, k = keys.shape[1:3]
+        grouped = query.view(n, q, k, h // k, d)
         scale = self.layer.self_attn.scale
-        first = torch.einsum("nskgd,ntkd->nkgst", grouped, keys[0]) * scale
-        first = first.masked_fill(causal, float("-inf"))
-        if len(keys) == 1:
-            weights = first.float().softmax(-1).to(query.dtype)
-            return torch.einsum("nkgst,ntkd->nskgd", weights, values[0]).reshape(n, s, h, d)
-        later_keys, later_values = torch.stack(keys[1:], 3), torch.stack(values[1:], 3)  # [N, S, K, j, D]
-        own = torch.einsum("nskgd,nskjd->nkgsj", grouped, later_keys) * scale
-        weights = torch.cat([first, own], -1).float().softmax(-1).to(query.dtype)
-        out = torch.einsum("nkgst,ntkd->nskgd", weights[..., :s], values[0])
-        out = out + torch.einsum("nkgsj,nskjd->nskgd", weights[..., s:], later_values)
-        return out.reshape(n, s, h, d)
+        scores = torch.einsum("nqkgd,ntkd->nkgqt", grouped, keys) * scale
+        scores = scores.masked_fill(hides[:, None, None], float("-inf"))
+        if not later:
+            weights = scores.float().softmax(-1).to(query.dtype)
+            return torch.einsum("nkgqt,ntkd->nqkgd", weights, values).reshape(n, q, h, d)
+        own_keys, own_values = (torch.stack(parts, 3) for parts in zip(*later, strict=True))  # [N, Q, K, j, D]
+        own = torch.einsum("nqkgd,nqkjd->nkgqj", grouped, own_keys) * scale
+        weights = torch.cat([scores, own], -1).float().softmax(-1).to(query.dtype)
+        out = torch.einsum("nkgqt,ntkd->nqkgd", weights[..., :s], values)
+        out = out + torch.einsum("nkgqj,nqkjd->nqkgd", weights[..., s:], own_values)
+        return out.reshape(n, q, h, d)
 
     # decoding
 

@@ -185,6 +185,10 @@ class TrainingTimeTestObjective:
         sums, counts = _by_slot(losses.accept, step_M, len(normed_steps))
         return ObjectiveResult(losses.total, _weighted_terms(losses, weights), total_weight, sums, counts)
 
+    def needed(self, features: TargetFeatures, num_steps: int) -> Tensor:
+        """[N, S] mask of the positions that count at any step."""
+        return torch.stack(self._live(features, num_steps)).any(0)
+
     def _live(self, features: TargetFeatures, num_steps: int) -> list[Tensor]:
         """[N, S] masks of the positions that count at each step; i+j+1 is always inside the row."""
         supervised = features.supervised

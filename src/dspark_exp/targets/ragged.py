@@ -136,9 +136,7 @@ class RaggedPass:
         if self.cache.backend == "flex":
             stored = self.cache.keys[layer].transpose(0, 1), self.cache.values[layer].transpose(0, 1)
             return ragged_flex.attend(query_BHD, *stored, self.tiles_of(window), scale)
-        return ragged_sdpa.attend(
-            self.runs, query_BHD, self.cache.keys[layer], self.cache.values[layer], scale, window
-        )
+        return ragged_sdpa.attend(self.runs, query_BHD, self.cache.keys[layer], self.cache.values[layer], scale, window)
 
 
 def ragged_attention(

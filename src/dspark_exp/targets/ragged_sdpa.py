@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -113,7 +114,7 @@ def make_runs(
     cost = _CALL_COST["cpu" if device.type == "cpu" else "other"]
     cuts = cheapest_cuts(np.asarray(counts), widths, cost * (1 + _PLAN_COST / num_layers))
     runs = []
-    for first, last in zip(cuts[:-1], cuts[1:], strict=True):
+    for first, last in pairwise(cuts):
         tokens = slice(int(ends[first] - counts[first]), int(ends[last - 1]))
         part = position_B[tokens], visible_B[tokens]
         runs.append(_run(tokens, rows[first:last], counts[first:last], *part, int(widths[first:last].max()), device))

@@ -206,13 +206,14 @@ class BlockDrafterModule(DrafterModule):
 
 
 class Eagle3Module(DrafterModule):
-    """Eagle3: every position of every sequence, ``block_size`` training-time-test steps."""
+    """Eagle3: every position that its objective counts, ``block_size`` training-time-test steps."""
 
     def __init__(self, *args: Any, objective: TrainingTimeTestObjective, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.objective = objective
 
     def objective_of(self, features: TargetFeatures, step: int) -> ObjectiveResult:
-        steps = self.drafter(features, self.drafter.block_size)
+        horizon = self.drafter.block_size
+        steps = self.drafter(features, horizon, self.objective.needed(features, horizon))
         normed = [self.drafter.norm(hidden) for hidden in steps]
         return self.objective(normed, features, self.drafter.frozen, self._sum_over_ranks)
