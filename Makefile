@@ -3,10 +3,11 @@ PYTHON ?= python3
 EXTRA_PIP ?=
 BIN := .venv/bin
 RUN := $(BIN)/python -m dspark_exp
-# without a GPU two jobs share the cores: steps this small gain little from a second thread
+# without a GPU three jobs share the cores: steps this small gain little from a second thread, and three of the four
+# drafters at once leave no core idle while the last one trains
 CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
-TWO_JOBS := hydra/launcher=joblib hydra.launcher.n_jobs=2 trainer.num_threads=$(shell expr $(CORES) / 2)
-JOBS ?= $(if $(shell command -v nvidia-smi),,$(if $(filter 1,$(CORES)),,$(TWO_JOBS)))
+SHARED := hydra/launcher=joblib hydra.launcher.n_jobs=3 trainer.num_threads=$(shell echo $$(( $(CORES) < 6 ? 1 : $(CORES) / 3 )))
+JOBS ?= $(if $(shell command -v nvidia-smi),,$(if $(filter 1,$(CORES)),,$(SHARED)))
 
 .PHONY: table1 test lint interop ray mlflow-ui clean
 

@@ -104,7 +104,7 @@ class Eagle3Drafter(nn.Module):
         hidden = self.fc(taps_TE)
         ids = torch.nn.functional.pad(ids[:, 1:], (0, 1))
         mixed = self.layer.mix(self.frozen.embedding(context.pack(ids)).to(taps_TE.dtype), hidden)
-        first = tuple(context.to_grid(part) for part in attention.key_value(mixed, self.rotary(positions)))
+        keys, values = (context.to_grid(part) for part in attention.key_value(mixed, self.rotary(positions)))
         hidden, mixed, positions = hidden[chosen], mixed[chosen], positions[chosen]
         hides = torch.arange(context.used, device=ids.device) > rows.to_grid(positions)[..., None]
         later: list[tuple[Tensor, Tensor]] = []
@@ -117,7 +117,7 @@ class Eagle3Drafter(nn.Module):
                 key, value = attention.key_value(mixed, rotation)
                 later.append((rows.to_grid(key), rows.to_grid(value)))
             query = rows.to_grid(attention.query(mixed, rotation))
-            attended = rows.from_grid(self._attend(query, *first, later, hides))
+            attended = rows.from_grid(self._attend(query, keys, values, later, hides))
             hidden = self.layer.finish(hidden, attended)
             steps.append(hidden)
         return steps

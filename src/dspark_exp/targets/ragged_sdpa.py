@@ -109,8 +109,8 @@ def make_runs(
         position_B, visible_B: [B] on the host: position of each query, and how many positions of its row it sees.
         num_layers: attention layers that will use the runs.
     """
-    ends = np.cumsum(counts)
-    widths = np.maximum.reduceat(visible_B.numpy(), ends - counts)
+    ends = np.cumsum(counts, dtype=np.int64)
+    widths = np.maximum.reduceat(visible_B.numpy(), ends - np.asarray(counts))
     cost = _CALL_COST["cpu" if device.type == "cpu" else "other"]
     cuts = cheapest_cuts(np.asarray(counts), widths, cost * (1 + _PLAN_COST / num_layers))
     runs = []
