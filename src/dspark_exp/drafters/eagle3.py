@@ -103,7 +103,7 @@ class Eagle3Drafter(nn.Module):
         attention = self.layer.self_attn
         hidden = self.fc(taps_TE)
         ids = torch.nn.functional.pad(ids[:, 1:], (0, 1))
-        mixed = self.layer.mix(self.frozen.embedding(context.pack(ids)).to(taps_TE.dtype), hidden)
+        mixed = self._mix(context.pack(ids), hidden)
         keys, values = (context.to_grid(part) for part in attention.key_value(mixed, self.rotary(positions)))
         hidden, mixed, positions = hidden[chosen], mixed[chosen], positions[chosen]
         hides = torch.arange(context.used, device=ids.device) > rows.to_grid(positions)[..., None]
@@ -113,7 +113,7 @@ class Eagle3Drafter(nn.Module):
             rotation = self.rotary(positions + step)
             if step > 0:
                 ids = torch.nn.functional.pad(ids[:, 1:], (0, 1))
-                mixed = self.layer.mix(self.frozen.embedding(rows.pack(ids)).to(taps_TE.dtype), hidden)
+                mixed = self._mix(rows.pack(ids), hidden)
                 key, value = attention.key_value(mixed, rotation)
                 later.append((rows.to_grid(key), rows.to_grid(value)))
             query = rows.to_grid(attention.query(mixed, rotation))
@@ -121,6 +121,10 @@ class Eagle3Drafter(nn.Module):
             hidden = self.layer.finish(hidden, attended)
             steps.append(hidden)
         return steps
+
+    def _mix(self, ids: Tensor, hidden: Tensor) -> Tensor:
+        """The layer's input [..., 2d] from tokens [...] and hidden states [..., d]."""
+        return self.layer.mix(self.frozen.embedding(ids).to(self.dtype), hidden)
 
     def _attend(
         self, query: Tensor, keys: Tensor, values: Tensor, later: list[tuple[Tensor, Tensor]], hides: Tensor
@@ -189,7 +193,7 @@ class Eagle3Drafter(nn.Module):
 
     def _decode_step(self, ids_B: Tensor, hidden_Bd: Tensor, plan: KVPass) -> Tensor:
         layer = self.layer
-        mixed = layer.mix(self.frozen.embedding(ids_B).to(hidden_Bd.dtype), hidden_Bd)
+        mixed = self._mix(ids_B, hidden_Bd)
         rotation = self.rotary(plan.position_B)
         keys, values = layer.self_attn.key_value(mixed, rotation)
         attended = plan.attend(0, layer.self_attn.query(mixed, rotation), keys, values, layer.self_attn.scale)

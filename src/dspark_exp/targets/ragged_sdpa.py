@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 # A call, in keys of one row that could be read meanwhile. CPU: 30 us at 12 GB/s, measured with SmolLM2's heads;
 # elsewhere estimated from 10 us at 2 TB/s.
-_CALL_COST = {"cpu": 250.0, "other": 16_384.0}
+_CPU_CALL_COST, _CALL_COST = 250.0, 16_384.0
 _PLAN_COST = 3  # of planning a run, once a pass, in calls
 _QUERY_COST = 1 / 6  # of one more query against a key, in units of reading that key
 
@@ -31,8 +31,9 @@ class Run:
     rows: slice | Tensor  # a slice where rows follow one another: their keys are then a view, nothing is gathered
     places_B: Tensor | None  # of each query among requests x longest; None where all have as many
     position_RQ: Tensor
-    sees_RQK: Tensor | None  # None: every query sees all of them
-    width: int
+    visible_RQ: Tensor  # how many positions of its row a query sees
+    width: int  # the most of them
+    sees_all: bool  # every query sees as many
     is_causal: bool  # prompts from their start: what a query sees needs no mask, and its kernel skips the rest
     _masks: dict[tuple[int | None, int, torch.dtype], Tensor | None] = field(default_factory=dict)
 
@@ -48,12 +49,12 @@ class Run:
         return self._masks[key]
 
     def _mask(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor | None:
-        sees = self.sees_RQK
-        if window is not None and window < self.width:
-            near = torch.arange(self.width, device=self.position_RQ.device) > self.position_RQ[..., None] - window
-            sees = near if sees is None else sees & near
-        if sees is None:
+        if window is None and self.sees_all:
             return None
+        keys = torch.arange(self.width, device=self.visible_RQ.device)
+        sees = keys < self.visible_RQ[..., None]
+        if window is not None:
+            sees &= keys > self.position_RQ[..., None] - window
         added = torch.zeros(sees.shape, dtype=dtype, device=sees.device).masked_fill(~sees, float("-inf"))
         return added.repeat(1, groups, 1)[:, None]
 
@@ -61,6 +62,8 @@ class Run:
         self, query_BHD: Tensor, stored_keys: Tensor, stored_values: Tensor, scale: float, window: int | None
     ) -> Tensor:
         """The run's queries [b, H, D] against the rows of a cache [rows, K, L, D]; returns [b, H, D]."""
+        if window is not None and window >= self.width:
+            window = None
         shape = *self.position_RQ.shape, *query_BHD.shape[1:]
         keys, values = (part[:, :, : self.width][self.rows] for part in (stored_keys, stored_values))
         groups = shape[2] // keys.shape[1]
@@ -68,7 +71,7 @@ class Run:
         if self.places_B is not None:
             query = query_BHD.new_zeros(shape[0] * shape[1], *shape[2:]).index_copy_(0, self.places_B, query_BHD)
         grid = query.to(keys.dtype).reshape(*shape[:2], keys.shape[1], groups, shape[3])
-        if self.is_causal and (window is None or window >= self.width):
+        if self.is_causal and window is None:
             out = scaled_dot_product_attention(
                 grid.flatten(2, 3).transpose(1, 2), keys, values, is_causal=True, scale=scale, enable_gqa=groups > 1
             ).transpose(1, 2)
@@ -111,7 +114,7 @@ def make_runs(
     """
     ends = np.cumsum(counts, dtype=np.int64)
     widths = np.maximum.reduceat(visible_B.numpy(), ends - np.asarray(counts))
-    cost = _CALL_COST["cpu" if device.type == "cpu" else "other"]
+    cost = _CPU_CALL_COST if device.type == "cpu" else _CALL_COST
     cuts = cheapest_cuts(np.asarray(counts), widths, cost * (1 + _PLAN_COST / num_layers))
     runs = []
     for first, last in pairwise(cuts):
@@ -154,21 +157,20 @@ def _run(
     number, count = len(rows), max(counts)
     slots = np.concatenate([np.arange(c) for c in counts])
     is_causal = bool((position.numpy() == slots).all() and (visible.numpy() == slots + 1).all())
-    spread = None
-    if any(c != count for c in counts):
-        places = torch.cat([torch.arange(c) + count * index for index, c in enumerate(counts)])
-        spread = places.to(device)
-        padded = torch.stack([torch.zeros(number * count), torch.ones(number * count)]).long()
+    places = None
+    if min(counts) < count:
+        places = torch.from_numpy(slots + count * np.repeat(np.arange(number), counts))
+        padded = torch.tensor([[0], [1]]).repeat(1, number * count)
         padded[:, places] = torch.stack([position, visible])
         position, visible = padded  # of a padded query: at position 0, sees one key; its output is dropped
-    sees_all = int(visible.numpy().min()) == width
     follow = rows == list(range(rows[0], rows[0] + number))
     return Run(
         tokens=tokens,
         rows=slice(rows[0], rows[0] + number) if follow else torch.tensor(rows, device=device),
-        places_B=spread,
-        sees_RQK=None if sees_all else (torch.arange(width) < visible.view(number, count, 1)).to(device),
+        places_B=None if places is None else places.to(device),
         position_RQ=position.view(number, count).to(device),
+        visible_RQ=visible.view(number, count).to(device),
         width=width,
+        sees_all=int(visible.numpy().min()) == width,
         is_causal=is_causal and count > 1,
     )
