@@ -3,10 +3,11 @@
     python benchmarks/decode.py --target PATH_OR_ID --drafter FOLDER --prompts gsm8k.jsonl [--json FILE]
 
 ``FOLDER`` is an export of layout deepspec. Without arguments: the embedded target with an untrained drafter, which
-shows the table but no speed-up. Keys: `batch32_over_batch1` at temperature 1, tokens per second of the same loop;
-`spec_over_plain_batch1` at temperature 0 against `generate` of the same target, same tokens, both in float32. On a CPU
-weights are packed for decoding, as in every run (`evaluation.packed_gb`); keys that end in `_unpacked` are measured
-without.
+shows the table but no speed-up. Keys, at temperature 1 tokens per second of the same loop over the same requests:
+`batch32_over_batch1` as DSpark decodes, verification lengths by Algorithm 1 over rounds that are measured first;
+`batch32_over_batch1_full` with whole blocks verified. `spec_over_plain_batch1` is at temperature 0 against `generate`
+of the same target, same tokens, both in float32. On a CPU weights are packed for decoding, as in every run
+(`evaluation.packed_gb`); keys that end in `_unpacked` are measured without.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -25,14 +28,17 @@ from transformers import AutoModelForCausalLM
 from dspark_exp.allocator import keep_freed_memory
 from dspark_exp.data.benchmarks import synthetic_prompts
 from dspark_exp.data.rendering import render_prompt
-from dspark_exp.decoding import Generation, Request, Sampling, SpeculativeLoop
+from dspark_exp.decoding import Generation, Request, Sampling, SpeculativeLoop, VerificationPolicy
 from dspark_exp.drafters import DSparkDrafter, in_dtype
 from dspark_exp.interop import read_config, read_drafter
 from dspark_exp.onednn import pack_linears
+from dspark_exp.scheduling import CapacityCurve, PrefixScheduler, Rounds
 from dspark_exp.targets import RaggedKVCache, Target, load_target, location_of
+from dspark_exp.tasks.profile_capacity import round_seconds
 from measure import report
 
 BATCHES = (1, 4, 16, 32, 64)
+COPIES = 4  # samples of each prompt; the two batch sizes of a ratio take turns, once a copy
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,8 @@ def _load(path: str, drafter: str | None, dtype: str, device: str) -> tuple[Targ
     if drafter is None:
         target = load_target("tiny", path, dtype=dtype, device=device, num_feature_layers=3)
         torch.manual_seed(0)
-        return target, DSparkDrafter(target.facts, target.head, 3, 7, head="markov", head_rank=64).eval().to(device)
+        network = DSparkDrafter(target.facts, target.head, 3, 7, head="markov", head_rank=64, confidence_head=True)
+        return target, network.eval().to(device)
     config = read_config(drafter)
     target = load_target(
         Path(path).name,
@@ -87,14 +94,21 @@ def prompts_of(target: Target, path: str | None, count: int) -> list[list[int]]:
     return [render_prompt(target.tokenizer, [{"role": "user", "content": text}]) for text in texts]
 
 
-def decode(target: Target, drafter: nn.Module | None, requests: list[Request], temperature: float, batch: int) -> Timed:
-    """One run of the loop, prefill included."""
+def decode(
+    target: Target,
+    drafter: nn.Module | None,
+    requests: list[Request],
+    temperature: float,
+    batch: int,
+    policy: VerificationPolicy | None = None,
+) -> Timed:
+    """One run of the loop, prefill included; without a policy whole blocks are verified."""
 
     def make_cache(layers: int, rows: int, kv_heads: int, length: int, width: int) -> RaggedKVCache:
         layer_kv = [(kv_heads, width)] * layers
         return RaggedKVCache(layer_kv, rows, length, drafter.dtype, target.device, target.attention)
 
-    loop = SpeculativeLoop(target, drafter, make_cache, Sampling(temperature), batch_size=batch)  # type: ignore[arg-type]
+    loop = SpeculativeLoop(target, drafter, make_cache, Sampling(temperature), policy, batch)  # type: ignore[arg-type]
     loop.run([Request(r.prompt_ids, 4, r.seed) for r in requests[:2]])  # warm-up
     generations = loop.run(requests)
     return Timed(sum(len(g.token_ids) for g in generations) / loop.clock.total_s, generations, loop)
@@ -180,29 +194,62 @@ def at_temperature_0(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]
 
 
 def at_temperature_1(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """Batches of growing size, without and with packed weights."""
+    """Batches of growing size, whole blocks and scheduled lengths; one and 32 requests in turns."""
     target, drafter = load(arguments, arguments.dtype)
-    prompts = prompts_of(target, arguments.prompts, arguments.num_prompts)
+    prompts, limit = prompts_of(target, arguments.prompts, arguments.num_prompts), arguments.new_tokens
     rows, keys = [], {}
-    for layout in ("unpacked", "packed") if arguments.device == "cpu" else ("",):
-        if layout == "packed":
-            pack(target, drafter)
-        speeds = {}
+    if arguments.device == "cpu":
+        ours, keys["batch32_over_batch1_full_unpacked"] = in_turns(target, drafter, prompts, limit)
+        rows += [row_of("drafter, T=1 unpacked", batch, timed) for batch, timed in ours.items()]
+        pack(target, drafter)
+    policies: dict[str, tuple[str, VerificationPolicy | None]] = {"whole blocks": ("_full", None)}
+    if getattr(drafter, "confidence_head", None) is not None:
+        policies["scheduled"] = "", PrefixScheduler(measured_rounds(target, drafter, prompts))
+    for name, (end, policy) in policies.items():
+        timed, keys[f"batch32_over_batch1{end}"] = in_turns(target, drafter, prompts, limit, policy)
         for batch in BATCHES:
-            copies = 1 if batch == 1 else 4 if batch <= 32 else 8
-            timed = decode(target, drafter, copies_of(prompts, copies, arguments.new_tokens), 1.0, batch)
-            speeds[batch] = timed.tokens_per_s
-            rows.append(row_of(f"drafter, T=1 {layout}".strip(), batch, timed))
-        for batch in (1, 32):
-            requests = copies_of(prompts, 1 if batch == 1 else 4, arguments.new_tokens)
-            rows.append(row_of(f"plain, T=1 {layout}".strip(), batch, decode(target, None, requests, 1.0, batch)))
-        end = "_unpacked" if layout == "unpacked" else ""
-        keys[f"batch32_over_batch1{end}"] = speeds[32] / speeds[1]
-    return rows, keys
+            if batch not in timed:
+                requests = copies_of(prompts, range(COPIES if batch < 64 else 2 * COPIES), limit)
+                timed[batch] = decode(target, drafter, requests, 1.0, batch, policy)
+            rows.append(row_of(f"drafter, T=1 {name}", batch, timed[batch]))
+    plain, _ = in_turns(target, None, prompts, limit)
+    return rows + [row_of("plain, T=1", batch, timed) for batch, timed in plain.items()], keys
 
 
-def copies_of(prompts: list[list[int]], copies: int, new_tokens: int) -> list[Request]:
-    return [Request(ids, new_tokens, seed=100 * i + c) for c in range(copies) for i, ids in enumerate(prompts)]
+def in_turns(
+    target: Target,
+    drafter: nn.Module | None,
+    prompts: list[list[int]],
+    limit: int,
+    policy: VerificationPolicy | None = None,
+) -> tuple[dict[int, Timed], float]:
+    """One request and 32 at a time, the same requests, in turns, so that a slow minute hits both; and their ratio."""
+    runs: dict[int, list[Timed]] = {1: [], 32: []}
+    for copy in range(COPIES):
+        runs[1].append(decode(target, drafter, copies_of(prompts, [copy], limit), 1.0, 1, policy))
+        runs[32].append(decode(target, drafter, copies_of(prompts, range(COPIES), limit), 1.0, 32, policy))
+    timed = {}
+    for batch, of_batch in runs.items():
+        generations = [g for run in of_batch for g in run.generations]
+        seconds = sum(run.loop.clock.total_s for run in of_batch)
+        timed[batch] = Timed(sum(len(g.token_ids) for g in generations) / seconds, generations, of_batch[-1].loop)
+    return timed, timed[32].tokens_per_s / timed[1].tokens_per_s
+
+
+def measured_rounds(target: Target, drafter: nn.Module, prompts: list[list[int]]) -> CapacityCurve:
+    """Seconds of whole rounds by requests and verified tokens, as `task=profile_capacity` measures them."""
+    lengths = list(range(drafter.block_size + 1))  # type: ignore[arg-type]
+    seconds = []
+    for batch in BATCHES:
+        several = [prompts[i % len(prompts)] for i in range(batch)]
+        seconds.append(round_seconds(target, drafter, Sampling(1.0), several, [-1, *lengths], repeats=3))
+    table = np.asarray(seconds)
+    rounds = Rounds(np.asarray(BATCHES), np.asarray(lengths), table[:, 1:], table[:, 0])
+    return CapacityCurve(np.asarray(BATCHES), table[:, 0], rounds)
+
+
+def copies_of(prompts: list[list[int]], copies: Iterable[int], new_tokens: int) -> list[Request]:
+    return [Request(ids, new_tokens, seed=100 * i + c) for c in copies for i, ids in enumerate(prompts)]
 
 
 if __name__ == "__main__":

@@ -141,7 +141,7 @@ class KVStore(Protocol):
     def block_pass(self, rows: list[int], starts: list[int], count: int) -> KVPass:
         """``count`` tokens per row that all see each other and everything before ``start``."""
 
-    def move(self, source: int, destination: int, length: int) -> None:
+    def copy(self, source: int, destination: int, length: int) -> None:
         """Copy the first ``length`` positions of a row onto another one."""
 
 

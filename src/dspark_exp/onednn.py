@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_FEWEST_WEIGHTS = 1 << 17  # below, the call costs more than the layout saves
-_DTYPES = (torch.float32, torch.bfloat16)
+# below, the call costs more than the layout saves
+_FEWEST_WEIGHTS = {torch.float32: 1 << 17, torch.bfloat16: 1 << 16}
 _TOKENS = 16  # the number of rows that the layout is chosen for; others work as well
 
 
@@ -36,7 +36,7 @@ class PackedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         weight = self.weight
-        usable = weight.device.type == "cpu" and input.dtype == weight.dtype in _DTYPES and input.numel() > 0
+        usable = weight.device.type == "cpu" and input.dtype == weight.dtype in _FEWEST_WEIGHTS and input.numel() > 0
         if torch.is_grad_enabled() or not usable or torch.is_autocast_enabled("cpu"):
             return super().forward(input)
         return torch.ops.mkldnn._linear_pointwise(input, self._packed.of(weight), self.bias, "none", [], "")
@@ -88,8 +88,6 @@ def pack_linears(*modules: nn.Module, max_bytes: float = float("inf")) -> int:
 def _gains(weight: Tensor) -> bool:
     """Whether products with this weight are worth oneDNN's kernels, and can have them."""
     on_cpu = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
-    if not on_cpu or weight.numel() < _FEWEST_WEIGHTS:
+    if not on_cpu or weight.numel() < _FEWEST_WEIGHTS.get(weight.dtype, float("inf")):
         return False
-    if weight.dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return weight.dtype == torch.float32
+    return weight.dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

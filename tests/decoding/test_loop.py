@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,6 +109,25 @@ def test_the_real_loop_samples_the_target_distribution(kind: str, policy) -> Non
     if kind != "dflash":
         lengths = {r.verified for g in generations for r in g.rounds}
         assert lengths, "no round was decoded"
+
+
+@pytest.mark.parametrize("kind", [None, "dspark_markov", "eagle3"])
+def test_requests_with_one_prompt_share_its_prefill(
+    target: Target, kind: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [Request(PROMPTS[i % 2], 12, seed=i) for i in range(6)]
+    apart = [_loop(target, kind, 1.0, batch_size=1).run([r])[0] for r in requests]
+    passes, forward = [], Target.forward_ragged
+
+    def count(self: Target, tokens_B: torch.Tensor, plan: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        passes.append(len(tokens_B))
+        return forward(self, tokens_B, plan)
+
+    monkeypatch.setattr(Target, "forward_ragged", count)
+    together = _loop(target, kind, 1.0, batch_size=6).run(requests)
+    assert passes[0] == len(PROMPTS[0]) + len(PROMPTS[1])
+    assert [g.token_ids for g in together] == [g.token_ids for g in apart]
+    assert len({tuple(g.token_ids) for g in together}) == 6  # each has its own first token and its own draws
 
 
 @pytest.mark.parametrize("limit", range(1, 9))

@@ -158,23 +158,29 @@ class DecodingBatch:
 
     @torch.no_grad()
     def enter(self, requests: Sequence[tuple[int, Request]]) -> None:
-        """Prefill (index, request) pairs into free rows, one flattened pass; each first token is the target's own."""
+        """Prefill (index, request) pairs into free rows, one flattened pass; each first token is the target's own.
+
+        Requests that enter together with the same prompt share its prefill: one row computes it, the others copy it.
+        """
         started = time.perf_counter()
         free = [row for row in range(self.num_rows) if row not in self.active]
         entering = {row: Progress(*pair, self._stop_ids) for row, pair in zip(free, requests, strict=False)}
-        rows, device = list(entering), self.target.device
-        counts = [len(p.request.prompt_ids) for p in entering.values()]
-        flat = [token for p in entering.values() for token in p.request.prompt_ids]
-        plan = self._cache.causal_pass(rows, [0] * len(rows), counts)
+        row_of: dict[tuple[int, ...], int] = {}
+        sources = [row_of.setdefault(tuple(p.request.prompt_ids), row) for row, p in entering.items()]
+        counts, device = [len(prompt) for prompt in row_of], self.target.device
+        plan = self._cache.causal_pass(list(row_of.values()), [0] * len(row_of), counts)
+        flat = [token for prompt in row_of for token in prompt]
         taps, final = self.target.forward_ragged(torch.tensor(flat, device=device), plan)
-        ends = np.cumsum(counts) - 1
+        taps_of, final_of = (dict(zip(row_of.values(), x.split(counts), strict=True)) for x in (taps, final))
+        last = torch.stack([final_of[source][-1] for source in sources])
         uniform = torch.stack([p.uniforms(1) for p in entering.values()]).to(device)
-        last = torch.from_numpy(ends).to(device)
-        first = self.sampling.sample(self.target.logits(final[last]), uniform[:, 0])[0].tolist()
-        for (row, progress), token, part in zip(entering.items(), first, taps.split(counts), strict=True):
+        first = self.sampling.sample(self.target.logits(last), uniform[:, 0])[0].tolist()
+        for (row, progress), source, token in zip(entering.items(), sources, first, strict=True):
             progress.emit([token])
-            progress.length = len(part)
-            self._hear(row, 0, part, [*progress.request.prompt_ids[1:], token])
+            progress.length = len(progress.request.prompt_ids)
+            if source != row:
+                self._cache.copy(source, row, progress.length)
+            self._hear(row, 0, taps_of[source], [*progress.request.prompt_ids[1:], token])
         self.active |= entering
         self.clock.prefill_s += time.perf_counter() - started
 
@@ -194,7 +200,7 @@ class DecodingBatch:
     def _move(self, source: int, hole: int) -> None:
         self.active[hole] = self.active.pop(source)
         for store in (s for s in (self._cache, self._store) if s is not None):
-            store.move(source, hole, self.active[hole].length)
+            store.copy(source, hole, self.active[hole].length)
         if source in self._carry:
             self._carry[hole] = self._carry.pop(source)
         if source in self._unheard:

@@ -66,8 +66,9 @@ class SpeculativeLoop:
         if not requests:
             return []
         batch = self._open(requests)
-        # the longest prompts first: what decodes together is of like length, and memory runs out at once or not at all
-        waiting = sorted(enumerate(requests), key=lambda pair: len(pair[1].prompt_ids))
+        # the longest prompts first: what decodes together is of like length, and memory runs out at once or not at all;
+        # samples of one prompt follow one another, to enter together
+        waiting = sorted(enumerate(requests), key=lambda pair: (len(pair[1].prompt_ids), pair[1].prompt_ids))
         while waiting or batch.active:
             if waiting and batch.num_free:
                 batch.enter([waiting.pop() for _ in range(min(batch.num_free, len(waiting)))])

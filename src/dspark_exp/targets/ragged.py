@@ -73,7 +73,7 @@ class RaggedKVCache:
         visible = torch.tensor(starts).repeat_interleave(count) + count
         return self._pass(rows, counts, row, position, visible)
 
-    def move(self, source: int, destination: int, length: int) -> None:
+    def copy(self, source: int, destination: int, length: int) -> None:
         """Copy the first ``length`` positions of a row onto another one."""
         for block in (*self.keys, *self.values):
             block[destination, :, :length] = block[source, :, :length]

@@ -32,7 +32,7 @@ from dspark_exp.serving import Arrivals, Engine, LoadResult, SimulatedRequest, d
 from dspark_exp.targets import Target
 from dspark_exp.tasks.building import build_batch, build_sampling, load_benchmarks, open_target
 from dspark_exp.tasks.evaluate import requests_of
-from dspark_exp.tasks.profile_capacity import measured_capacity, round_seconds
+from dspark_exp.tasks.profile_capacity import measured_capacity, prompts_for_rounds, round_seconds
 from dspark_exp.tasks.provenance import experiment_header, report_folder
 from dspark_exp.tasks.recording import SIMULATED_PER_BENCHMARK, recorded_outcomes
 from dspark_exp.tasks.train_eval import Job
@@ -137,7 +137,9 @@ class Bench:
         if rounds is None or self.trained.drafter.block_size + 1 != len(rounds.lengths):
             return 1.0
         lengths = [-1, *range(len(rounds.lengths))]
-        now = round_seconds(self.job.config, self.target, self.trained.drafter, concurrency, lengths, repeats=2)
+        prompts = prompts_for_rounds(self.job.config, self.target, concurrency)
+        sampling = build_sampling(self.job.config.evaluation.sampling)
+        now = round_seconds(self.target, self.trained.drafter, sampling, prompts, lengths, repeats=2)
         batches = [concurrency * (1 + length) for length in lengths[1:]]
         then = [self.curve.plain_s(concurrency), *self.curve.round_s(concurrency, batches).tolist()]
         return statistics.median(n / t for n, t in zip(now, then, strict=True))

@@ -17,7 +17,7 @@ import torch
 
 from dspark_exp.calibration import identity
 from dspark_exp.data.manifest import write_json
-from dspark_exp.decoding import DecodingBatch, Request
+from dspark_exp.decoding import DecodingBatch, Request, Sampling
 from dspark_exp.errors import ConfigError
 from dspark_exp.reports.capacity import write_capacity_report
 from dspark_exp.scheduling import CapacityTable
@@ -158,7 +158,13 @@ def _rounds(config: ExperimentConfig, target: Target, drafter: Any) -> dict[str,
     wanted, size = config.profile, int(drafter.block_size)
     requests = sorted({*(2**k for k in range(12) if 2**k < wanted.max_requests), wanted.max_requests})
     lengths = list(range(size + 1))
-    means = {r: round_seconds(config, target, drafter, r, [-1, *lengths], wanted.repeats) for r in requests}
+    sampling = build_sampling(config.evaluation.sampling)
+    means = {
+        r: round_seconds(
+            target, drafter, sampling, prompts_for_rounds(config, target, r), [-1, *lengths], wanted.repeats
+        )
+        for r in requests
+    }
     entering = [(number, tokens) for number, tokens in _ENTERING if number in means]
     return {
         "requests": requests,
@@ -171,24 +177,28 @@ def _rounds(config: ExperimentConfig, target: Target, drafter: Any) -> dict[str,
 
 
 def _batch(
-    config: ExperimentConfig, target: Target, drafter: Any, num_requests: int, policy: _Everything, positions: int
+    target: Target, drafter: Any, sampling: Sampling, num_requests: int, policy: _Everything, positions: int
 ) -> DecodingBatch:
-    sampling, size = build_sampling(config.evaluation.sampling), drafter.block_size
+    size = drafter.block_size
     return build_batch(target, drafter, sampling, policy, num_requests, positions + size + 1, identity(size))
 
 
 def round_seconds(
-    config: ExperimentConfig, target: Target, drafter: Any, num_requests: int, lengths: Sequence[int], repeats: int
+    target: Target,
+    drafter: Any,
+    sampling: Sampling,
+    prompts: Sequence[list[int]],
+    lengths: Sequence[int],
+    repeats: int,
 ) -> list[float]:
-    """Mean seconds of a round of so many requests, by verification length: what many rounds take is their sum.
+    """Mean seconds of a round of one request a prompt, by verification length: what many rounds take is their sum.
 
-    Prompts are held-out ones of the benchmarks, so that drafts are accepted as usual. Lengths take turns, so that a
-    slow minute of the machine hits all of them; after every turn the requests start over.
+    Length -1 does not draft. Lengths take turns, so that a slow minute of the machine hits all of them; after every
+    turn the requests start over.
     """
-    policy = _Everything(0)
+    policy, num_requests = _Everything(0), len(prompts)
     new_tokens = (len(lengths) + 2) * (drafter.block_size + 1)
-    prompts = _prompts(config, target, num_requests)
-    batch = _batch(config, target, drafter, num_requests, policy, max(map(len, prompts)) + new_tokens)
+    batch = _batch(target, drafter, sampling, num_requests, policy, max(map(len, prompts)) + new_tokens)
     times: list[list[float]] = [[] for _ in lengths]
     for turn in range(repeats + 1):
         seeds = range(turn * num_requests, (turn + 1) * num_requests)
@@ -206,8 +216,8 @@ def round_seconds(
     return [statistics.fmean(of_length) for of_length in times]
 
 
-def _prompts(config: ExperimentConfig, target: Target, count: int) -> list[list[int]]:
-    """Held-out prompts, benchmarks in turn; those of the evaluation where there are none."""
+def prompts_for_rounds(config: ExperimentConfig, target: Target, count: int) -> list[list[int]]:
+    """Held-out prompts, benchmarks in turn, so that drafts are accepted as usual; else those of the evaluation."""
     found = load_benchmarks(config, held_out=8) or load_benchmarks(config)
     by_name = [[r.prompt_ids for r in requests_of(config, target, prompts[:8])] for prompts in found.values()]
     mixed = [ids for group in zip(*by_name, strict=False) for ids in group]
@@ -219,7 +229,8 @@ def _enter_s(
 ) -> float:
     """Seconds of the way in of some requests: prefill, and what their first round takes longer than ``round_s``."""
     policy, size = _Everything(drafter.block_size), drafter.block_size
-    batch = _batch(config, target, drafter, num_requests, policy, prompt_tokens + 2 * size + 2)
+    sampling = build_sampling(config.evaluation.sampling)
+    batch = _batch(target, drafter, sampling, num_requests, policy, prompt_tokens + 2 * size + 2)
     ids = torch.randint(0, target.facts.num_usable_tokens, (num_requests, prompt_tokens)).tolist()
     requests = [Request(prompt, size + 2, seed=index, ignore_stop=True) for index, prompt in enumerate(ids)]
 
