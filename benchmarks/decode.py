@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,20 +131,18 @@ def row_of(name: str, batch: int, timed: Timed) -> dict[str, Any]:
     }
 
 
-def transformers_speed(path: str, prompts: list[list[int]], limit: int, stop: tuple[int, ...], **extra: Any) -> Any:
-    """Tokens per second and tokens of plain `generate`, greedy, float32, batch 1."""
+def transformers_decoder(path: str, limit: int, stop: tuple[int, ...]) -> Callable[..., tuple[list[int], float]]:
+    """``decode(prompt, **extra) -> tokens, seconds`` of Transformers' own `generate`: greedy, float32, batch 1."""
     model = AutoModelForCausalLM.from_pretrained(location_of(path), dtype=torch.float32).eval()
-    settings = {
-        "max_new_tokens": limit,
-        "do_sample": False,
-        "eos_token_id": list(stop),
-        "pad_token_id": stop[0],
-    } | extra
-    with torch.no_grad():
-        model.generate(torch.tensor([prompts[0]]), **settings | {"max_new_tokens": 4})
+    settings = {"do_sample": False, "eos_token_id": list(stop), "pad_token_id": stop[0]}
+
+    @torch.no_grad()
+    def generate(ids: list[int], max_new_tokens: int = limit, **extra: Any) -> tuple[list[int], float]:
         started = time.perf_counter()
-        outputs = [model.generate(torch.tensor([ids]), **settings)[0, len(ids) :].tolist() for ids in prompts]
-    return sum(len(tokens) for tokens in outputs) / (time.perf_counter() - started), outputs
+        output = model.generate(torch.tensor([ids]), max_new_tokens=max_new_tokens, **settings, **extra)
+        return output[0, len(ids) :].tolist(), time.perf_counter() - started
+
+    return generate
 
 
 def main() -> None:
@@ -161,35 +159,48 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.device == "cpu":
         keep_freed_memory()  # as every run does, for Transformers' own decoding, too
-    rows, keys = at_temperature_0(arguments)
-    more_rows, more_keys = at_temperature_1(arguments)
-    report("decode", rows + more_rows, keys | more_keys, torch.device(arguments.device), arguments.json)
+    rows: list[dict[str, Any]] = []
+    keys: dict[str, float] = {}
+    for part in (at_temperature_0, at_temperature_1):
+        more_rows, more_keys = part(arguments)
+        rows, keys = rows + more_rows, keys | more_keys
+    report("decode", rows, keys, torch.device(arguments.device), arguments.json)
 
 
 def at_temperature_0(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """One request at a time, float32: Transformers, and ours without and with packed weights."""
-    target, drafter = load(arguments, "float32")
-    prompts = prompts_of(target, arguments.prompts, arguments.num_prompts)
-    requests = [Request(ids, arguments.new_tokens, seed=i) for i, ids in enumerate(prompts)]
-    rows, keys, on_cpu = [], {}, arguments.device == "cpu"
+    """One request at a time, float32: Transformers, ours without and with packed weights, in turns prompt by prompt."""
+    on_cpu, limit = arguments.device == "cpu", arguments.new_tokens
+    layouts = {layout: load(arguments, "float32") for layout in (("unpacked", "packed") if on_cpu else ("",))}
     if on_cpu:
-        settings = arguments.target, prompts, arguments.new_tokens, target.facts.stop_ids
-        speed, wanted = transformers_speed(*settings)
-        lookup, _ = transformers_speed(*settings, prompt_lookup_num_tokens=7)
-        rows += [
-            {"decoding": "transformers generate, T=0", "batch": 1, "tokens_per_s": speed},
-            {"decoding": "transformers prompt lookup, T=0", "batch": 1, "tokens_per_s": lookup},
-        ]
-    for layout in ("unpacked", "packed") if on_cpu else ("",):
-        if layout == "packed":
-            pack(target, drafter)
-        plain, spec = (decode(target, network, requests, 0.0, 1) for network in (None, drafter))
-        rows += [row_of(f"plain, T=0 {layout}".strip(), 1, plain), row_of(f"drafter, T=0 {layout}".strip(), 1, spec)]
-        if on_cpu:
-            assert [g.token_ids for g in spec.generations] == wanted, "greedy tokens differ from Transformers'"
+        pack(*layouts["packed"])
+    target, _ = next(iter(layouts.values()))
+    prompts = prompts_of(target, arguments.prompts, arguments.num_prompts)
+    theirs: dict[str, list[tuple[list[int], float]]] = {"generate": [], "prompt lookup": []}
+    ours: dict[tuple[str, str], list[Timed]] = {(w, layout): [] for layout in layouts for w in ("plain", "drafter")}
+    generate = transformers_decoder(arguments.target, limit, target.facts.stop_ids) if on_cpu else None
+    for index, ids in enumerate(prompts):
+        if generate is not None:
+            if index == 0:
+                generate(ids, 4)  # warm-up, as `decode` does it
+            theirs["generate"].append(generate(ids))
+            theirs["prompt lookup"].append(generate(ids, prompt_lookup_num_tokens=7))
+        for (way, layout), runs in ours.items():
+            target, drafter = layouts[layout]
+            runs.append(decode(target, drafter if way == "drafter" else None, [Request(ids, limit, index)], 0.0, 1))
+    speeds = {way: sum(len(t) for t, _ in runs) / sum(s for _, s in runs) for way, runs in theirs.items() if runs}
+    rows = [
+        {"decoding": f"transformers {way}, T=0", "batch": 1, "tokens_per_s": speed} for way, speed in speeds.items()
+    ]
+    keys = {}
+    for (way, layout), runs in ours.items():
+        timed = joined(runs)
+        rows.append(row_of(f"{way}, T=0 {layout}".strip(), 1, timed))
+        if way == "drafter" and on_cpu:
+            same = [g.token_ids for g in timed.generations] == [tokens for tokens, _ in theirs["generate"]]
+            assert same, "greedy tokens differ from Transformers'"
             end = "_unpacked" if layout == "unpacked" else ""
-            keys[f"spec_over_plain_batch1{end}"] = spec.tokens_per_s / speed
-            keys[f"break_even_tau{end}"] = spec.tau * speed / spec.tokens_per_s
+            keys[f"spec_over_plain_batch1{end}"] = timed.tokens_per_s / speeds["generate"]
+            keys[f"break_even_tau{end}"] = timed.tau * speeds["generate"] / timed.tokens_per_s
     return rows, keys
 
 
@@ -228,12 +239,15 @@ def in_turns(
     for copy in range(COPIES):
         runs[1].append(decode(target, drafter, copies_of(prompts, [copy], limit), 1.0, 1, policy))
         runs[32].append(decode(target, drafter, copies_of(prompts, range(COPIES), limit), 1.0, 32, policy))
-    timed = {}
-    for batch, of_batch in runs.items():
-        generations = [g for run in of_batch for g in run.generations]
-        seconds = sum(run.loop.clock.total_s for run in of_batch)
-        timed[batch] = Timed(sum(len(g.token_ids) for g in generations) / seconds, generations, of_batch[-1].loop)
+    timed = {batch: joined(of_batch) for batch, of_batch in runs.items()}
     return timed, timed[32].tokens_per_s / timed[1].tokens_per_s
+
+
+def joined(runs: list[Timed]) -> Timed:
+    """Several runs as one; shares of time are the last one's."""
+    generations = [g for run in runs for g in run.generations]
+    seconds = sum(run.loop.clock.total_s for run in runs)
+    return Timed(sum(len(g.token_ids) for g in generations) / seconds, generations, runs[-1].loop)
 
 
 def measured_rounds(target: Target, drafter: nn.Module, prompts: list[list[int]]) -> CapacityCurve:

@@ -232,6 +232,7 @@ class SweepConfig:
     question: str | None
     claims: list[ClaimConfig]
     plan: bool  # print jobs with hours, disk and memory; run none
+    shared_target: bool  # jobs with the same target and data train from one target forward a batch
 
 
 @dataclass

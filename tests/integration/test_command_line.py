@@ -152,6 +152,19 @@ def test_a_sweep_in_parallel_jobs_reports_with_verdicts_and_repeats_no_finished_
 
 
 @pytest.mark.slow
+def test_a_sweep_trains_its_jobs_together_from_one_target(tmp_path: Path) -> None:
+    sweep = ["+sweeps=seeds", "seed=0,1", "drafter=dflash,dspark_markov", "sweep.shared_target=true", *FAST]
+    stored = _run(*sweep, cwd=tmp_path)
+    assert stored.returncode == 1
+    assert "Choose features=online" in stored.stderr
+    done = _run(*sweep, "features=online", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("The target ran for 4 of the 8 batches") == 2
+    assert "job 4 of 4" in done.stdout
+    assert len(json.loads((tmp_path / "reports" / "seeds" / "tiny" / "results.json").read_text())["jobs"]) == 4
+
+
+@pytest.mark.slow
 def test_a_search_goes_on_where_it_ended(tmp_path: Path) -> None:
     first = _run("+sweeps=tune", *FAST, "hydra.sweeper.n_trials=1", cwd=tmp_path)
     assert first.returncode == 0, first.stderr

@@ -7,6 +7,7 @@ in the environment. A job that fails leaves a record with its reason; the report
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import logging
 import math
@@ -16,23 +17,27 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.console import Console
 from rich.table import Table
 
-from dspark_exp.config import flattened
+from dspark_exp.config import flattened, resolved_dict
 from dspark_exp.data.manifest import write_json
 from dspark_exp.reports import build_report, build_sweep_report, print_sweep, print_table
 from dspark_exp.tasks.estimate import chosen_estimate
 from dspark_exp.tasks.ranks import train_on_devices
+from dspark_exp.tasks.together import train_with_siblings
 from dspark_exp.tasks.train_eval import Job, finished_results
 from dspark_exp.tracking import close_parent_run, open_parent_run
 
 log = logging.getLogger(__name__)
 RECORDS_VARIABLE = "DSPARK_EXP_SWEEP_RECORDS"
+_JOBS = "jobs"  # in the folder of records: the configs of all jobs, where they train together
 failures: list[str] = []  # what went wrong in the jobs of this process's sweep; decides the exit code
 
 
@@ -49,6 +54,8 @@ class SweepReport(Callback):
         axes = swept_options(config)
         about = {"num_jobs": math.prod(axes.values()), "swept": list(axes), "started": time.time()}
         (records / "sweep").write_text(json.dumps(about))
+        if config.sweep.shared_target and "n_trials" not in config.hydra.sweeper:
+            write_json(records / _JOBS, _jobs_of(config))
         if config.tracking.enabled and not config.sweep.plan and config.task == "train_eval":
             tags = {"experiment": str(config.experiment or ""), "target": str(config.target.name), "kind": "sweep"}
             name = f"{config.experiment or 'multirun'}/{config.target.name}"
@@ -88,16 +95,40 @@ def _write_report(
 
 def swept_options(config: DictConfig) -> dict[str, int]:
     """Number of values of every swept option, of a sweep file or of the command line; their product is the jobs."""
+    if "n_trials" in config.hydra.sweeper:  # a search draws values as it goes
+        params = config.hydra.sweeper.params
+        return {**dict.fromkeys(params, 1), next(iter(params)): int(config.hydra.sweeper.n_trials)}
+    return {
+        item.key_or_group: len(list(item.sweep_iterator())) for item in _overrides(config) if item.is_sweep_override()
+    }
+
+
+def _overrides(config: DictConfig) -> list[Override]:
+    """Everything that was typed, and what a sweep file sweeps unless it was typed."""
     typed = list(config.hydra.overrides.task)
-    given = OmegaConf.to_container(config.hydra.sweeper, resolve=True)
-    assert isinstance(given, dict)
-    params = given.get("params") or {}
-    if "n_trials" in given:  # a search draws values as it goes
-        return {**dict.fromkeys(params, 1), next(iter(params)): int(given["n_trials"])}
+    params: Any = OmegaConf.to_container(config.hydra.sweeper, resolve=True)
+    params = params.get("params") or {}
     narrowed = {text.split("=", 1)[0].lstrip("+~") for text in typed}
     typed += [f"{key}={value}" for key, value in params.items() if key not in narrowed]
-    parsed = OverridesParser.create().parse_overrides(typed)
-    return {item.key_or_group: len(list(item.sweep_iterator())) for item in parsed if item.is_sweep_override()}
+    return list(OverridesParser.create().parse_overrides(typed))
+
+
+def _jobs_of(config: DictConfig) -> list[dict[str, Any]]:
+    """The resolved config of every job of a sweep over a grid."""
+    loader = GlobalHydra.instance().config_loader()
+    jobs = []
+    choices = [
+        [f"{item.get_key_element()}={value}" for value in item.sweep_string_iterator()]
+        if item.is_sweep_override()
+        else [str(item.input_line)]
+        for item in _overrides(config)
+    ]
+    for overrides in itertools.product(*choices):
+        composed = loader.load_sweep_config(config, list(overrides))
+        with open_dict(composed):
+            del composed["hydra"]
+        jobs.append(resolved_dict(composed))
+    return jobs
 
 
 def run_in_sweep(job: Job) -> float:
@@ -117,6 +148,8 @@ def run_in_sweep(job: Job) -> float:
         if job.config.sweep.plan:
             record |= {"plan": chosen_estimate(job.config), "is_done": finished_results(job) is not None}
         else:
+            if job.config.sweep.shared_target:
+                train_with_siblings(job, folder / _JOBS)
             results = train_on_devices(job)
             tau = sum(row["tau"] for row in results["rows"]) / len(results["rows"])
             record |= {"results": str(job.results_path.absolute()), "tau": tau}

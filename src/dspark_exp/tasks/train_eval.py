@@ -37,7 +37,7 @@ from dspark_exp.tasks.building import (
 from dspark_exp.tasks.calibrate import calibrate, calibration_options
 from dspark_exp.tasks.checkpoints import load_drafter, store_calibration
 from dspark_exp.tasks.evaluate import Evaluation, draft_rounds, evaluate
-from dspark_exp.tasks.prepare_data import PreparedData, compute_of, prepare_data
+from dspark_exp.tasks.prepare_data import ComputeFeatures, PreparedData, compute_of, prepare_data
 from dspark_exp.tasks.provenance import provenance
 from dspark_exp.tasks.tracked import datasets_of, files_of, final_metrics, write_environment
 from dspark_exp.tracking import JobTracker
@@ -70,7 +70,16 @@ class Job:
         return self.folder / "results.json"
 
 
-def train_eval(job: Job) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Company:
+    """What a job has from the jobs that it trains with: their target, its features, and when its turn is."""
+
+    target: Target
+    compute_features: ComputeFeatures
+    turn: L.Callback
+
+
+def train_eval(job: Job, company: Company | None = None) -> dict[str, Any]:
     """Train, select by ``val/tau``, evaluate, write ``results.json``. A finished job is read back, not repeated.
 
     With ``trainer.max_steps=0`` the drafter of ``drafter.init_from`` is evaluated as it is.
@@ -81,18 +90,20 @@ def train_eval(job: Job) -> dict[str, Any]:
     _check_ranks(job.config)
     started = time.perf_counter()
     config = job.config
-    target = open_target(config)
+    target = open_target(config) if company is None else company.target
     drafter = build_drafter(config, target)
     benchmarks = load_benchmarks(config)
     calibration_options(config)
     check_policy(build_policy(config, target), drafter)
-    module = _module(config, target, drafter)
+    compute_features = compute_of(config, target) if company is None else company.compute_features
+    module = _module(config, target, drafter, compute_features)
     prepare_folder(job)
     is_trained = config.trainer.max_steps > 0
     data = prepare_data(config, target) if is_trained else None
     prepared_s = time.perf_counter() - started
     with _tracker(job) as tracker:
-        training = _train(job, target, module, data, tracker) if data is not None else _as_given(module)
+        turn = None if company is None else company.turn
+        training = _train(job, target, module, data, tracker, turn) if data is not None else _as_given(module)
         calibration = _calibrated(job, target, drafter, training)
         evaluation = evaluate(config, target, drafter, benchmarks, calibration)
         results = _results(job, target, data, training, evaluation, _prompt_hashes(benchmarks))
@@ -164,7 +175,7 @@ def _tracker(job: Job) -> JobTracker:
     )
 
 
-def _module(config: ExperimentConfig, target: Target, drafter: Any) -> DrafterModule:
+def _module(config: ExperimentConfig, target: Target, drafter: Any, compute_features: ComputeFeatures) -> DrafterModule:
     wanted = config.trainer
     optimization = Optimization(
         wanted.lr,
@@ -181,14 +192,19 @@ def _module(config: ExperimentConfig, target: Target, drafter: Any) -> DrafterMo
         config,
         drafter,
         optimization=optimization,
-        compute_features=compute_of(config, target),
+        compute_features=compute_features,
         draft_loop=lambda network, prompts: draft_rounds(config, target, network, prompts),
     )
     return module
 
 
 def _train(
-    job: Job, target: Target, module: DrafterModule, prepared: PreparedData, tracker: JobTracker
+    job: Job,
+    target: Target,
+    module: DrafterModule,
+    prepared: PreparedData,
+    tracker: JobTracker,
+    turn: L.Callback | None,
 ) -> dict[str, Any]:
     config, wanted = job.config, job.config.trainer
     data = DrafterData(
@@ -218,9 +234,10 @@ def _train(
         num_sanity_val_steps=0,
         log_every_n_steps=wanted.log_every_steps,
         logger=tracker.loggers,
-        callbacks=[best, newest, wait, DraftDiagnostics(module.drafter.block_size), RichProgressBar()],
+        callbacks=[best, newest, wait, DraftDiagnostics(module.drafter.block_size), turn or RichProgressBar()],
         use_distributed_sampler=False,
         enable_model_summary=False,
+        enable_progress_bar=turn is None,  # a terminal shows one
         default_root_dir=job.folder,
     )
     started = time.perf_counter()

@@ -3,6 +3,7 @@
 from dspark_exp.training.callbacks import DataWait, DraftDiagnostics
 from dspark_exp.training.data_module import DrafterData, as_features, collate
 from dspark_exp.training.modules import BlockDrafterModule, DrafterModule, Eagle3Module, Optimization
+from dspark_exp.training.turns import SharedFeatures, TakeTurns, Turns
 
 __all__ = [
     "BlockDrafterModule",
@@ -12,6 +13,9 @@ __all__ = [
     "DrafterModule",
     "Eagle3Module",
     "Optimization",
+    "SharedFeatures",
+    "TakeTurns",
+    "Turns",
     "as_features",
     "collate",
 ]
