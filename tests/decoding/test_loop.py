@@ -14,6 +14,7 @@ from scipy.stats import chisquare
 from dspark_exp.calibration import Calibration
 from dspark_exp.decoding import DecodingBatch, EarlyExit, Fixed, Full, Request, Sampling, SpeculativeLoop, Threshold
 from dspark_exp.decoding import batch as batch_module
+from dspark_exp.decoding.requests import shared_prefills
 from dspark_exp.drafters import BlockDrafter
 from dspark_exp.errors import ConfigError
 from dspark_exp.scheduling import AsyncScheduler, CapacityCurve, PrefixScheduler, Rounds, survivals
@@ -112,10 +113,11 @@ def test_the_real_loop_samples_the_target_distribution(kind: str, policy) -> Non
 
 
 @pytest.mark.parametrize("kind", [None, "dspark_markov", "eagle3"])
-def test_requests_with_one_prompt_share_its_prefill(
+def test_prompts_that_are_alike_share_their_prefill(
     target: Target, kind: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    requests = [Request(PROMPTS[i % 2], 12, seed=i) for i in range(6)]
+    prompts = [[3, 4, 5], [6, 7, 8, 9, 10, 2], [3, 4, 5], [6, 7], [6, 7, 8, 9], [3, 4, 6], [3, 4, 5]]
+    requests = [Request(ids, 12, seed) for seed, ids in enumerate(prompts)]
     apart = [_loop(target, kind, 1.0, batch_size=1).run([r])[0] for r in requests]
     passes, forward = [], Target.forward_ragged
 
@@ -124,10 +126,24 @@ def test_requests_with_one_prompt_share_its_prefill(
         return forward(self, tokens_B, plan)
 
     monkeypatch.setattr(Target, "forward_ragged", count)
-    together = _loop(target, kind, 1.0, batch_size=6).run(requests)
-    assert passes[0] == len(PROMPTS[0]) + len(PROMPTS[1])
+    together = _loop(target, kind, 1.0, batch_size=7).run(requests)
+    assert passes[0] == len(prompts[0]) + len(prompts[1]) + len(prompts[5])
     assert [g.token_ids for g in together] == [g.token_ids for g in apart]
-    assert len({tuple(g.token_ids) for g in together}) == 6  # each has its own first token and its own draws
+    assert len({tuple(together[i].token_ids) for i in (0, 2, 6)}) == 3  # each has its own first token and its own draws
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_prefill_of_a_prompt_is_in_one_that_it_begins(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    prompts = {row: generator.integers(0, 2, generator.integers(1, 5)).tolist() for row in range(3, 12)}
+    source_of = shared_prefills(prompts)
+    for row, ids in prompts.items():
+        source = source_of[row]
+        assert prompts[source][: len(ids)] == ids
+        assert source_of[source] == source
+        longer = [other for other in prompts.values() if len(other) > len(ids) and other[: len(ids)] == ids]
+        first_alike = min(other for other, theirs in prompts.items() if theirs == ids)
+        assert (source == row) == (not longer and row == first_alike)
 
 
 @pytest.mark.parametrize("limit", range(1, 9))

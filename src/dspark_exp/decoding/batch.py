@@ -22,7 +22,7 @@ from torch import Tensor
 from dspark_exp.contracts import Proposal, TargetFacts
 from dspark_exp.decoding.early_exit import EarlyExit
 from dspark_exp.decoding.policies import VerificationPolicy
-from dspark_exp.decoding.requests import Progress, Request, Round
+from dspark_exp.decoding.requests import Progress, Request, Round, positions_needed, shared_prefills
 from dspark_exp.decoding.sampling import Sampling
 from dspark_exp.decoding.verification import verify_block, verify_greedy
 
@@ -100,11 +100,6 @@ class _Features:
     following: list[int]  # [n]
 
 
-def positions_needed(request: Request, block_size: int) -> int:
-    """Positions of a row that a request may fill: prompt, new tokens, and one block with its anchor more."""
-    return len(request.prompt_ids) + request.max_new_tokens + block_size + 1
-
-
 class DecodingBatch:
     """``num_rows`` rows of the caches and the requests in them.
 
@@ -160,27 +155,28 @@ class DecodingBatch:
     def enter(self, requests: Sequence[tuple[int, Request]]) -> None:
         """Prefill (index, request) pairs into free rows, one flattened pass; each first token is the target's own.
 
-        Requests that enter together with the same prompt share its prefill: one row computes it, the others copy it.
+        Prompts that enter together share their prefill where one begins another or is the same: one row computes it,
+        the others copy their part.
         """
         started = time.perf_counter()
         free = [row for row in range(self.num_rows) if row not in self.active]
         entering = {row: Progress(*pair, self._stop_ids) for row, pair in zip(free, requests, strict=False)}
-        row_of: dict[tuple[int, ...], int] = {}
-        sources = [row_of.setdefault(tuple(p.request.prompt_ids), row) for row, p in entering.items()]
-        counts, device = [len(prompt) for prompt in row_of], self.target.device
-        plan = self._cache.causal_pass(list(row_of.values()), [0] * len(row_of), counts)
-        flat = [token for prompt in row_of for token in prompt]
+        source_of = shared_prefills({row: p.request.prompt_ids for row, p in entering.items()})
+        computed, device = sorted(set(source_of.values())), self.target.device
+        counts = [len(entering[row].request.prompt_ids) for row in computed]
+        plan = self._cache.causal_pass(computed, [0] * len(computed), counts)
+        flat = [token for row in computed for token in entering[row].request.prompt_ids]
         taps, final = self.target.forward_ragged(torch.tensor(flat, device=device), plan)
-        taps_of, final_of = (dict(zip(row_of.values(), x.split(counts), strict=True)) for x in (taps, final))
-        last = torch.stack([final_of[source][-1] for source in sources])
+        taps_of, final_of = (dict(zip(computed, x.split(counts), strict=True)) for x in (taps, final))
+        last = torch.stack([final_of[source_of[row]][len(p.request.prompt_ids) - 1] for row, p in entering.items()])
         uniform = torch.stack([p.uniforms(1) for p in entering.values()]).to(device)
         first = self.sampling.sample(self.target.logits(last), uniform[:, 0])[0].tolist()
-        for (row, progress), source, token in zip(entering.items(), sources, first, strict=True):
+        for (row, progress), token in zip(entering.items(), first, strict=True):
             progress.emit([token])
-            progress.length = len(progress.request.prompt_ids)
-            if source != row:
-                self._cache.copy(source, row, progress.length)
-            self._hear(row, 0, taps_of[source], [*progress.request.prompt_ids[1:], token])
+            progress.length = length = len(progress.request.prompt_ids)
+            if (source := source_of[row]) != row:
+                self._cache.copy(source, row, length)
+            self._hear(row, 0, taps_of[source][:length], [*progress.request.prompt_ids[1:], token])
         self.active |= entering
         self.clock.prefill_s += time.perf_counter() - started
 

@@ -16,11 +16,10 @@ from dspark_exp.decoding.batch import (
     DecodingDrafter,
     DecodingTarget,
     MakeCache,
-    positions_needed,
 )
 from dspark_exp.decoding.early_exit import EarlyExit
 from dspark_exp.decoding.policies import Full, VerificationPolicy, check_policy
-from dspark_exp.decoding.requests import Generation, Request
+from dspark_exp.decoding.requests import Generation, Request, positions_needed
 from dspark_exp.decoding.sampling import Sampling
 from dspark_exp.errors import ConfigError
 

@@ -117,9 +117,8 @@ def _first_rounds(target: Target, drafter: Any, sampling: Any, requests: Sequenc
     longest = max(len(r.prompt_ids) for r in requests) + 2 * (drafter.block_size + 2)
     batch = build_batch(target, drafter, sampling, Full(), _ROWS, longest)
     rounds: dict[int, Round] = {}
-    order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt_ids))
-    for first in range(0, len(order), _ROWS):
-        batch.enter([(i, requests[i]) for i in order[first : first + _ROWS]])
+    for first in range(0, len(requests), _ROWS):  # in order: the places of one answer share its prefill
+        batch.enter(list(enumerate(requests))[first : first + _ROWS])
         batch.round()
         for progress in batch.leave(list(batch.active)):
             rounds[progress.index] = progress.generation.rounds[0]
