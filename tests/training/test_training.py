@@ -16,7 +16,7 @@ from dspark_exp.errors import CheckpointError, ConfigError
 from dspark_exp.tasks import train_eval as recipe
 from dspark_exp.tasks.building import build_drafter, open_target
 from dspark_exp.tasks.checkpoints import load_drafter
-from dspark_exp.tasks.prepare_data import prepare_data
+from dspark_exp.tasks.prepare_data import compute_of, prepare_data
 from dspark_exp.tasks.train_eval import Job, train_eval
 from dspark_exp.training import Optimization, as_features, callbacks, collate
 
@@ -70,7 +70,7 @@ def test_stored_online_and_bounded_features_give_the_same_loss(make_job: MakeJob
     for mode in ("stored", "online", "bounded"):
         job = make_job(f"drafter={drafter}", f"features={mode}")
         target = open_target(job.config)
-        module = recipe._module(job.config, target, build_drafter(job.config, target))
+        module = recipe._module(job.config, target, build_drafter(job.config, target), compute_of(job.config, target))
         module._sum_over_ranks = lambda value: value
         rows = prepare_data(job.config, target).rows
         batch = collate([rows[i] for i in (5, 0, 11, 7)], target.facts.pad_token_id)
@@ -111,7 +111,7 @@ def test_training_lowers_the_loss_of_every_drafter(make_job: MakeJob) -> None:
         job = make_job(f"drafter={drafter}")
         target = open_target(job.config)
         network = build_drafter(job.config, target)
-        module = recipe._module(job.config, target, network)
+        module = recipe._module(job.config, target, network, compute_of(job.config, target))
         module._sum_over_ranks = lambda value: value
         rows = prepare_data(job.config, target).rows
         features = as_features(collate([rows[i] for i in range(8)], target.facts.pad_token_id))
@@ -132,7 +132,7 @@ def test_a_batch_with_nothing_supervised_gives_a_finite_zero_loss(make_job: Make
         job = make_job(f"drafter={drafter}")
         target = open_target(job.config)
         network = build_drafter(job.config, target)
-        module = recipe._module(job.config, target, network)
+        module = recipe._module(job.config, target, network, compute_of(job.config, target))
         module._sum_over_ranks = lambda value: value
         rows = prepare_data(job.config, target).rows
         batch = collate([rows[0], rows[1]], target.facts.pad_token_id)
@@ -148,7 +148,7 @@ def test_a_batch_with_nothing_supervised_gives_a_finite_zero_loss(make_job: Make
 def test_a_checkpoint_of_another_drafter_is_refused(make_job: MakeJob, tmp_path: Path) -> None:
     job = make_job("drafter=dflash")
     target = open_target(job.config)
-    module = recipe._module(job.config, target, build_drafter(job.config, target))
+    module = recipe._module(job.config, target, build_drafter(job.config, target), compute_of(job.config, target))
     torch.save({"state_dict": {"drafter.x": torch.zeros(1)}, "global_step": 1}, tmp_path / "x.ckpt")
     with pytest.raises(CheckpointError, match="does not fit"):
         load_drafter(tmp_path / "x.ckpt", module)
