@@ -33,9 +33,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def _outcome(job: Job) -> tuple[Any, Any, Any]:
     results = json.loads(job.results_path.read_text())
-    rows = [
-        {key: row[key] for key in ("benchmark", "tau", "tokens", "rounds") if key in row} for row in results["rows"]
-    ]
+    rows = [{key: row[key] for key in ("benchmark", "tau", "rounds")} for row in results["rows"]]
     weights = torch.load(job.folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
     return results["training"]["learning_curve"], rows, weights
 

@@ -6,7 +6,7 @@ limit is exact.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -48,15 +48,15 @@ def positions_needed(request: Request, block_size: int) -> int:
     return len(request.prompt_ids) + request.max_new_tokens + block_size + 1
 
 
-def shared_prefills(prompts: Mapping[int, Sequence[int]]) -> dict[int, int]:
+def shared_prefills(prompts: Mapping[int, list[int]]) -> dict[int, int]:
     """For each key, that of the prompt whose prefill holds its own: one that it begins or equals, else itself.
 
     Sorted, a prompt that begins any other begins the next one.
     """
-    order = sorted(prompts, key=lambda key: (list(prompts[key]), -key))
+    order = sorted(prompts, key=lambda key: (prompts[key], -key))
     source_of = {key: key for key in prompts}
     for key, following in zip(order[-2::-1], order[:0:-1], strict=True):
-        if list(prompts[following][: len(prompts[key])]) == list(prompts[key]):
+        if prompts[following][: len(prompts[key])] == prompts[key]:
             source_of[key] = source_of[following]
     return source_of
 

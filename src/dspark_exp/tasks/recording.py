@@ -117,8 +117,9 @@ def _first_rounds(target: Target, drafter: Any, sampling: Any, requests: Sequenc
     longest = max(len(r.prompt_ids) for r in requests) + 2 * (drafter.block_size + 2)
     batch = build_batch(target, drafter, sampling, Full(), _ROWS, longest)
     rounds: dict[int, Round] = {}
-    for first in range(0, len(requests), _ROWS):  # in order: the places of one answer share its prefill
-        batch.enter(list(enumerate(requests))[first : first + _ROWS])
+    numbered = list(enumerate(requests))
+    for first in range(0, len(numbered), _ROWS):  # in order: the places of one answer share its prefill
+        batch.enter(numbered[first : first + _ROWS])
         batch.round()
         for progress in batch.leave(list(batch.active)):
             rounds[progress.index] = progress.generation.rounds[0]
