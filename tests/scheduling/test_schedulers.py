@@ -161,12 +161,12 @@ def test_capacity_follows_the_number_of_requests() -> None:
 
 def test_a_round_that_does_not_pay_is_not_drafted_but_probed_in_time() -> None:
     curve = _smooth(draft_s=3.0)
-    scheduler = AsyncScheduler(curve, staleness=1, probe_every=4)
+    scheduler = AsyncScheduler(curve, staleness=1, probe_every=10)
     assert scheduler.drafts(4)
     scheduler.lengths(np.full((4, 5), 0.02), 4, 5)
-    pauses = "".join("D" if scheduler.drafts(4) else "." for _ in range(16))
-    assert pauses == ".D..D....D....D."  # 1, 2, 4, 4 rounds without a draft: probe_every = 4
-    for _ in range(20):
+    pauses = "".join("D" if scheduler.drafts(4) else "." for _ in range(30))
+    assert pauses == ".D....D..........D..........D."  # 1, 4, 10, 10 rounds without a draft: probe_every = 10
+    for _ in range(60):
         if scheduler.drafts(4):
             scheduler.lengths(np.full((4, 5), 0.99), 4, 5)
     assert all(scheduler.drafts(4) for _ in range(4))

@@ -41,6 +41,17 @@ def test_users_share_rounds_and_rows_are_a_limit() -> None:
     assert in_turn.seconds == pytest.approx(4 * 6.0)
 
 
+def test_throughput_is_that_of_all_users_together() -> None:
+    """Prefill, then two rounds until the shorter answer ends: 3 + 3 tokens in 3 s. The longer one then runs alone."""
+    alone_at_the_end = simulate([_request([0] * 5), _request([0] * 2)], FLAT, None, num_rows=2, concurrency=2)
+    assert (alone_at_the_end.loaded_s, alone_at_the_end.loaded_tokens) == (pytest.approx(3.0), 6)
+    assert alone_at_the_end.throughput == pytest.approx(2.0)
+    assert alone_at_the_end.seconds == pytest.approx(6.0)
+    in_step = simulate([_request([0] * 5)] * 4, FLAT, None, num_rows=2, concurrency=2)
+    assert in_step.loaded_s == in_step.seconds
+    assert in_step.loaded_tokens == 24
+
+
 def test_open_loop_waits_for_arrivals() -> None:
     result = simulate([_request([0, 0])] * 2, FLAT, Full(), num_rows=4, arrivals=[0.0, 100.0])
     assert result.seconds == pytest.approx(103.0)

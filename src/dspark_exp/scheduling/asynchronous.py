@@ -16,6 +16,8 @@ from dspark_exp.errors import ConfigError
 from dspark_exp.scheduling.capacity import CapacityCurve
 from dspark_exp.scheduling.prefix import need_confidence, rank, survivals
 
+_LONGER = 4  # by how much the next pause is longer where drafting did not pay again
+
 
 @dataclass
 class _Older:
@@ -32,7 +34,7 @@ class AsyncScheduler:
 
     K comes from the round that is ``staleness`` rounds old. Whether to draft at all comes from the mean of up to
     ``MEMORY`` such rounds: one request's round says little about its next. After a round without a draft it drafts
-    again, and pauses twice as long whenever that did not pay either.
+    again, and pauses four times as long whenever that did not pay either.
 
     Args:
         curve: the capacity of this machine.
@@ -85,7 +87,7 @@ class AsyncScheduler:
         if pays:
             self._pause = 1
         if pays or self._undrafted:  # a pause is over: try again, and wait longer the next time
-            self._pause = self._pause if pays else min(2 * self._pause, self.probe_every)
+            self._pause = self._pause if pays else min(_LONGER * self._pause, self.probe_every)
             self._undrafted = 0
             return True
         self._undrafted = 1

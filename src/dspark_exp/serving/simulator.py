@@ -65,7 +65,9 @@ def simulate(
     if policy is not None:
         policy.start()
     rows = num_rows if concurrency is None else min(num_rows, concurrency)
+    users = 0 if concurrency is None else min(rows, len(requests))
     clock, busy = 0.0, 0.0
+    loaded: tuple[float, int] | None = None
     active, served = list[_Flight](), list[Served]()
     while waiting or active:
         arrived = takewhile(lambda flight: flight.submitted_at <= clock, waiting)  # noqa: B023 - read at once
@@ -86,7 +88,10 @@ def simulate(
         clock, busy = clock + seconds, busy + seconds
         served += [_served(f, clock) for f in active if f.position >= len(f.request.accepted)]
         active = [f for f in active if f.position < len(f.request.accepted)]
-    return LoadResult(clock, served, busy)
+        if loaded is None and len(active) + len(waiting) < users:
+            loaded = clock, sum(s.tokens for s in served) + sum(1 + f.position for f in active)
+    loaded = loaded or (clock, sum(s.tokens for s in served))
+    return LoadResult(clock, served, busy, *loaded)
 
 
 def _round(

@@ -72,16 +72,24 @@ class Served:
 
 @dataclass(frozen=True)
 class LoadResult:
-    """A load test: everything that was served in ``seconds``, of which the engine worked ``busy_s``."""
+    """A load test: everything that was served in ``seconds``, of which the engine worked ``busy_s``.
+
+    Attributes:
+        loaded_s, loaded_tokens: of a closed loop while every user had a request in flight: without the end, when the
+            last answers run out one by one. Arms that keep their requests in step would have no such end, others
+            would. Of an open loop: of the whole test.
+    """
 
     seconds: float
     served: list[Served]
     busy_s: float
+    loaded_s: float
+    loaded_tokens: int
 
     @property
     def throughput(self) -> float:
-        """Tokens a second, all users together."""
-        return sum(s.tokens for s in self.served) / max(self.seconds, 1e-9)
+        """Tokens a second, all users together, while all of them are there."""
+        return self.loaded_tokens / max(self.loaded_s, 1e-9)
 
     def summary(self) -> dict[str, Any]:
         """Figures of the test; speeds of users as median and 10 % quantile."""
@@ -114,14 +122,19 @@ def drive(
     if (concurrency is None) == (arrivals is None):
         raise ConfigError("A load test needs either a concurrency or arrival times.")
     waiting = list(requests)[::-1]
+    users = None if concurrency is None else min(concurrency, len(waiting))
+    loaded: tuple[float, int] | None = None
+    tokens_before = engine.counts["tokens"]
     times = None if arrivals is None else [float(t) for t in arrivals][::-1]
     tickets: list[Ticket] = []
     started, idle = time.perf_counter(), 0.0
     while True:
         if times is None:
-            assert concurrency is not None
-            while waiting and engine.num_running + engine.num_waiting < concurrency:
+            assert users is not None
+            while waiting and engine.num_running + engine.num_waiting < users:
                 tickets.append(engine.submit(waiting.pop()))
+            if loaded is None and engine.num_running + engine.num_waiting < users:
+                loaded = time.perf_counter() - started, engine.counts["tokens"] - tokens_before
         else:
             while waiting and time.perf_counter() - started >= times[-1]:
                 times.pop()
@@ -134,7 +147,8 @@ def drive(
                 time.sleep(pause)
                 idle += pause
     seconds = time.perf_counter() - started
-    return LoadResult(seconds, [_served(ticket) for ticket in tickets], seconds - idle)
+    loaded = loaded or (seconds, engine.counts["tokens"] - tokens_before)
+    return LoadResult(seconds, [_served(ticket) for ticket in tickets], seconds - idle, *loaded)
 
 
 def _served(ticket: Ticket) -> Served:
