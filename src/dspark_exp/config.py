@@ -53,6 +53,8 @@ def validated(composed: DictConfig) -> ExperimentConfig:
         raise ConfigError(_one_sentence(error)) from error
     assert isinstance(config, ExperimentConfig)
     _check_ranges(config)
+    _check_choices(config)
+    _check_together(config)
     return config
 
 
@@ -114,32 +116,44 @@ def _check_ranges(config: ExperimentConfig) -> None:
         "profile.repeats": config.profile.repeats,
         "data.server_concurrency": config.data.server_concurrency,
     }
+    if config.sweep.prune_after is not None:
+        at_least_one["sweep.prune_after"] = config.sweep.prune_after
     for name, value in at_least_one.items():
         if value < 1:
             raise ConfigError(f"{name}={value}: expected at least 1.")
+    if config.trainer.max_steps < 0:
+        raise ConfigError(f"trainer.max_steps={config.trainer.max_steps}: expected at least 0.")
+    if config.evaluation.packed_gb < 0:
+        raise ConfigError(f"evaluation.packed_gb={config.evaluation.packed_gb}: expected gigabytes, 0 for none.")
+    if not 0 <= config.data.max_dropped <= 1:
+        raise ConfigError(f"data.max_dropped={config.data.max_dropped}: expected a share from 0 to 1.")
+
+
+def _check_choices(config: ExperimentConfig) -> None:
     choices = {
         "data.source": (config.data.source, ("language", "jsonl", "hub")),
         "data.replies": (config.data.replies, ("keep", "regenerate")),
         "evaluation.attention": (config.evaluation.attention, ("auto", "sdpa", "flex")),
         "features.mode": (config.features.mode, ("stored", "online", "bounded")),
+        "target.shard": (config.target.shard, (None, "fsdp")),
+        "trainer.strategy": (config.trainer.strategy, ("ddp", "fsdp")),
         "benchmark.source": (config.benchmark.source, ("language", "prompts")),
     }
     for name, (chosen, allowed) in choices.items():
         if chosen not in allowed:
-            raise ConfigError(f"{name}={chosen!r} is unknown; choose from {', '.join(allowed)}.")
+            raise ConfigError(f"{name}={chosen!r} is unknown; choose from {', '.join(map(str, allowed))}.")
+
+
+def _check_together(config: ExperimentConfig) -> None:
     if config.data.source == "jsonl" and not config.data.path:
         raise ConfigError("data.source=jsonl needs data.path=<JSONL file with conversations or turns>.")
     if config.data.source == "hub" and not (config.data.hub or {}).get("id"):
         raise ConfigError("data.source=hub needs data.hub.id=<data set id>.")
     if config.features.mode == "stored" and (config.features.batch_size or 0) < 1:
         raise ConfigError(f"features.batch_size={config.features.batch_size}: expected at least 1.")
-    if config.trainer.max_steps < 0:
-        raise ConfigError(f"trainer.max_steps={config.trainer.max_steps}: expected at least 0.")
+    if config.trainer.compile and config.trainer.strategy == "fsdp":
+        raise ConfigError("trainer.compile=true compiles a drafter that lies whole on its device: not with fsdp.")
     if config.task == "train_eval" and config.trainer.max_steps == 0 and config.drafter.init_from is None:
         raise ConfigError(
             "trainer.max_steps=0 evaluates a drafter as it is: say which with drafter.init_from=<folder>."
         )
-    if config.evaluation.packed_gb < 0:
-        raise ConfigError(f"evaluation.packed_gb={config.evaluation.packed_gb}: expected gigabytes, 0 for none.")
-    if not 0 <= config.data.max_dropped <= 1:
-        raise ConfigError(f"data.max_dropped={config.data.max_dropped}: expected a share from 0 to 1.")

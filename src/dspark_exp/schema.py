@@ -34,6 +34,7 @@ class TargetConfig:
     name: str
     path: str
     dtype: str
+    shard: str | None  # null | fsdp
     layer_ids: list[int] | None
     num_feature_layers: int
     mask_token_id: int | None
@@ -108,6 +109,7 @@ class TrainerConfig:
     compile: bool  # torch.compile of the drafter's training pass
     accelerator: str
     devices: Any  # ranks on this machine: a number, or auto = every visible GPU, one process on a CPU
+    strategy: str  # ddp | fsdp
     num_nodes: int  # machines; above 1 the commands to type are printed
     precision: str  # auto | 32-true | bf16-mixed | ...
     num_workers: int
@@ -233,6 +235,7 @@ class SweepConfig:
     claims: list[ClaimConfig]
     plan: bool  # print jobs with hours, disk and memory; run none
     shared_target: bool  # jobs with the same target and data train from one target forward a batch
+    prune_after: int | None  # trials of a search that train to the end before hopeless ones are ended early
 
 
 @dataclass

@@ -181,6 +181,34 @@ def test_a_search_goes_on_where_it_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_search_ends_hopeless_trials_early(tmp_path: Path) -> None:
+    """With one finished trial to compare with, a trial below it at the same step is ended there, once."""
+    steps = ["trainer.max_steps=8", "trainer.validate_every_steps=2", "hydra.sweeper.n_trials=5"]
+    search = ["+sweeps=tune", *FAST, *steps, "sweep.prune_after=1"]
+    first = _run(*search, cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    report = json.loads((tmp_path / "reports" / "tune" / "tiny" / "results.json").read_text())
+    ended = [one for one in report["trials"] if one["pruned"]]
+    assert len(report["trials"]) == 5
+    assert ended
+    assert all(one["tau"] is None and one["steps"] <= 8 for one in ended)
+    folders = list(tmp_path.glob("outputs/tune/tiny/*"))
+    assert sum((folder / "pruned.json").exists() for folder in folders) == len(ended)
+    assert sum((folder / "results.json").exists() for folder in folders) == 5 - len(ended)
+
+    again = _run(*search, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert "of 8: val/tau" not in again.stdout  # nothing was trained
+    assert (
+        json.loads((tmp_path / "reports" / "tune" / "tiny" / "results.json").read_text())["trials"] == report["trials"]
+    )
+
+    single = _run(*FAST, "sweep.prune_after=1", cwd=tmp_path)
+    assert single.returncode == 2
+    assert "ends trials of a search early (+sweeps=tune)" in single.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["submitit_local", "ray"])
 def test_jobs_of_a_sweep_run_in_a_launchers_processes(launcher: str, tmp_path: Path) -> None:
     if launcher == "ray" and find_spec("ray") is None:

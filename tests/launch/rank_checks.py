@@ -18,9 +18,10 @@ from dspark_exp.data.feature_store import build_feature_store
 from dspark_exp.data.rendering import Row
 from dspark_exp.data.sources import Conversation
 from dspark_exp.decoding import Request, Sampling, SpeculativeLoop
-from dspark_exp.launch import barrier, gathered, locked_together, num_ranks, rank, share
+from dspark_exp.launch import barrier, before_meeting, gathered, locked_together, num_ranks, rank, share
 from dspark_exp.launch.ranks import join_ranks, leave_ranks
 from dspark_exp.objectives import BlockObjective, TrainingTimeTestObjective
+from dspark_exp.targets import shard_over_ranks
 from dspark_exp.tasks.building import open_target
 from dspark_exp.tasks.evaluate import on_all_ranks
 from dspark_exp.tasks.regenerate import read_records, regenerate
@@ -111,6 +112,31 @@ def sharded_decoding_equals_one_process() -> None:
     alone, shared = loop().run(requests), on_all_ranks(loop(), requests)
     assert [g.token_ids for g in shared] == [g.token_ids for g in alone]
     assert [[r.accepted for r in g.rounds] for g in shared] == [[r.accepted for r in g.rounds] for g in alone]
+
+
+def a_sharded_target_equals_a_whole_one() -> None:
+    """Each rank holds half of every layer, decodes another number of requests, and gets what it gets alone."""
+    whole = random_target()
+    sharded = shard_over_ranks(random_target(), "cpu")
+    before_meeting(sharded.catch_up)
+    held = sum(p.to_local().numel() for p in sharded.body.layers.parameters())
+    total = sum(p.numel() for p in whole.body.layers.parameters())
+    assert abs(held - total / num_ranks()) < 0.02 * total
+    ids = torch.randint(2, 10, (2 + rank(), 20), generator=torch.Generator().manual_seed(rank()))
+    for _ in range(1 + 2 * rank()):
+        for ours, wanted in zip(
+            sharded.features(ids, torch.ones_like(ids)), whole.features(ids, torch.ones_like(ids)), strict=True
+        ):
+            assert torch.equal(ours, wanted)
+    drafter = make_drafter("dspark_markov", whole)
+    requests = [Request([2, 3, 4 + index % 5], 6 + 7 * (index % 2), seed=index) for index in range(7)]
+
+    def loop(target) -> SpeculativeLoop:
+        return SpeculativeLoop(target, drafter, make_cache, Sampling(1.0, 0, 1.0), batch_size=3)
+
+    shared, alone = on_all_ranks(loop(sharded), requests), loop(whole).run(requests)
+    assert [g.token_ids for g in shared] == [g.token_ids for g in alone]
+    barrier()
 
 
 def preparation_is_shared() -> None:

@@ -25,6 +25,7 @@ CHECKS = (
     "a_rank_with_nothing_live_neither_hangs_nor_changes_the_others",
     "results_come_back_in_the_order_of_the_items",
     "sharded_decoding_equals_one_process",
+    "a_sharded_target_equals_a_whole_one",
     "preparation_is_shared",
     "regeneration_is_shared",
 )
@@ -94,8 +95,34 @@ def test_a_multirun_on_two_ranks_is_exactly_two_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_rank_ends_the_job_and_the_same_command_goes_on_exactly(tmp_path: Path) -> None:
+@pytest.mark.parametrize("drafter", ["dspark_rnn", "eagle3"])
+def test_a_sharded_drafter_and_a_sharded_target_train_and_decode_as_whole_ones(drafter: str, tmp_path: Path) -> None:
+    """The same steps to rounding, and the same answers; checkpoints are whole ones."""
+    steps = ("trainer.max_steps=6", "trainer.validate_every_steps=3", f"drafter={drafter}", "features=online")
+    found = {}
+    for outputs, sharded in (("whole", ()), ("parts", ("trainer.strategy=fsdp", "target.shard=fsdp"))):
+        done = subprocess.run(
+            _command(*steps, f"paths.outputs={outputs}", *sharded),
+            cwd=tmp_path, env=_environment(), capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        state = torch.load(next(tmp_path.glob(f"{outputs}/**/last.ckpt")), weights_only=True)["state_dict"]
+        found[outputs] = state, json.loads(next(tmp_path.glob(f"{outputs}/**/results.json")).read_text())
+    assert found["parts"][0].keys() == found["whole"][0].keys()
+    for name, tensor in found["whole"][0].items():
+        torch.testing.assert_close(found["parts"][0][name], tensor, atol=1e-5, rtol=1e-4, msg=name)
+    curves = [results["training"]["learning_curve"] for _, results in found.values()]
+    for whole, parts in zip(*curves, strict=True):
+        assert parts["tau"] == pytest.approx(whole["tau"], rel=0.05)
+    taus = [[row["tau"] for row in results["rows"]] for _, results in found.values()]
+    assert taus[0] == pytest.approx(taus[1], rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_killed_rank_ends_the_job_and_the_same_command_goes_on_exactly(strategy: str, tmp_path: Path) -> None:
     steps = ("trainer.max_steps=60", "trainer.validate_every_steps=10", "drafter=dspark_rnn")
+    steps += (f"trainer.strategy={strategy}",)
     broken = subprocess.Popen(
         _command(*steps, "paths.outputs=broken", "paths.cache=cache"),
         cwd=tmp_path, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

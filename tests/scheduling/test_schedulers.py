@@ -172,6 +172,18 @@ def test_a_round_that_does_not_pay_is_not_drafted_but_probed_in_time() -> None:
     assert all(scheduler.drafts(4) for _ in range(4))
 
 
+def test_a_pause_ends_when_the_load_becomes_one_for_which_drafting_pays() -> None:
+    rounds = Rounds(
+        np.array([1.0, 16.0]), np.array([0.0, 5.0]), np.array([[1.1, 1.2], [9.0, 9.0]]), np.array([1.0, 1.0])
+    )
+    scheduler = AsyncScheduler(CapacityCurve(np.array([1.0, 96.0]), np.array([1.0, 1.0]), rounds), staleness=1)
+    assert scheduler.drafts(16)
+    scheduler.lengths(np.full((16, 5), 0.6), 16, 5)
+    paused = [scheduler.drafts(16) for _ in range(12)]
+    assert paused == [False, True, *[False] * 4, True, *[False] * 5]
+    assert scheduler.drafts(1)
+
+
 @pytest.mark.parametrize("staleness", [0, -1])
 def test_capacity_from_this_rounds_confidences_is_refused(staleness: int) -> None:
     with pytest.raises(ConfigError, match="staleness"):

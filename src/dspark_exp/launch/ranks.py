@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +16,9 @@ from torch import distributed
 Item = TypeVar("Item")
 # other ranks may have the longer share, or another job the lock; a rank that dies is torchrun's to see
 _LONGEST_WAIT = timedelta(days=2)
+
+
+_before_meeting: list[Callable[[], None]] = []
 
 
 def rank() -> int:
@@ -40,8 +43,14 @@ def join_ranks() -> None:
     distributed.init_process_group(backend, timeout=_LONGEST_WAIT)
 
 
+def _prepare_to_meet() -> None:
+    for work in _before_meeting:
+        work()
+
+
 def leave_ranks() -> None:
     """Part in order; a rank that ends by an error does not come here."""
+    _before_meeting.clear()
     if _joined():
         distributed.destroy_process_group()
 
@@ -55,15 +64,22 @@ def gathered(own: Sequence[Item]) -> list[Item]:
     """The results of all ranks for items that ``share`` dealt out, in the order of the items, on every rank."""
     if num_ranks() == 1:
         return list(own)
+    _prepare_to_meet()
     parts: list[Any] = [None] * num_ranks()
     distributed.all_gather_object(parts, list(own))
     total = sum(len(part) for part in parts)
     return [parts[index % len(parts)][index // len(parts)] for index in range(total)]
 
 
+def before_meeting(work: Callable[[], None]) -> None:
+    """What this rank does before it meets the others, each time, in ``barrier``, ``gathered`` and the like."""
+    _before_meeting.append(work)
+
+
 def barrier() -> None:
     """Wait for all ranks."""
     if num_ranks() > 1:
+        _prepare_to_meet()
         distributed.barrier()
 
 

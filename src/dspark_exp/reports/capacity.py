@@ -13,7 +13,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from dspark_exp.reports.figures import save_figure
+from dspark_exp.reports.figures import apart, save_figure
 from dspark_exp.reports.files import write_report
 from dspark_exp.reports.markdown import table
 
@@ -47,17 +47,13 @@ def _figure(capacity: dict[str, Any], target: str, path: Path) -> None:
     axes[0].legend(frameon=False, fontsize=9)
     axes[1].set_ylabel("milliseconds a pass")
     rounds = capacity["rounds"]
-    for requests, seconds, color in zip(
-        rounds["requests"], rounds["seconds"], _shades(len(rounds["requests"])), strict=True
-    ):
+    for seconds, color in zip(rounds["seconds"], _shades(len(rounds["requests"])), strict=True):
         axes[2].plot(rounds["lengths"], [1e3 * s for s in seconds], ".-", ms=4, lw=1, color=color)
-        axes[2].annotate(
-            f"{requests} requests" if requests > 1 else "1 request",
-            (rounds["lengths"][-1], 1e3 * seconds[-1]),
-            xytext=(5, -3),
-            textcoords="offset points",
-            fontsize=8,
-        )
+    ends = sorted((1e3 * seconds[-1], n) for n, seconds in zip(rounds["requests"], rounds["seconds"], strict=True))
+    for height, (_, requests) in zip(apart([end for end, _ in ends], 0.045 * ends[-1][0]), ends, strict=True):
+        label = f"{requests} requests" if requests > 1 else "1 request"
+        at = (rounds["lengths"][-1], height)
+        axes[2].annotate(label, at, xytext=(5, -3), textcoords="offset points", fontsize=8)
     for seconds, color in zip(rounds["plain"], _shades(len(rounds["requests"])), strict=True):
         axes[2].plot([-0.6], [1e3 * seconds], "x", ms=5, color=color)
     axes[2].set_ylabel(f"milliseconds a round ({measured.get('drafter', 'drafter')})")

@@ -5,6 +5,7 @@ In: results. Out: PNG files. Colours are fixed per drafter across all figures (O
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,15 +93,21 @@ def learning_figure(report: dict[str, Any], path: Path) -> None:
     save_figure(figure, path)
 
 
+def apart(rising: Sequence[float], gap: float) -> list[float]:
+    """Heights of labels, each at its value or as far above the last as ``gap`` asks."""
+    placed: list[float] = []
+    for value in rising:
+        placed.append(max(value, placed[-1] + gap) if placed else value)
+    return placed
+
+
 def _label_ends(labels: list[_Labels]) -> None:
     """Names at the right end of their lines, pushed apart where lines meet; after all panels share their limits."""
     low, high = labels[0][0].get_ylim()
     gap = (high - low) * 0.065
     for axis, ends, x in labels:
-        placed: list[float] = []
-        for value, drafter in sorted(ends):
-            height = max(value, placed[-1] + gap) if placed else value
-            placed.append(height)
+        heights = apart(sorted(value for value, _ in ends), gap)
+        for height, (_, drafter) in zip(heights, sorted(ends), strict=True):
             axis.annotate(
                 drafter,
                 (x, height),

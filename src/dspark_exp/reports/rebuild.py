@@ -13,6 +13,7 @@ from dspark_exp.reports.capacity import write_capacity_report
 from dspark_exp.reports.confidence import write_reliability, write_shift, write_threshold
 from dspark_exp.reports.index_page import write_index
 from dspark_exp.reports.load import write_early_exit, write_load_adaptive, write_pareto, write_staleness
+from dspark_exp.reports.search import write_search_files
 from dspark_exp.reports.sweeps import write_sweep_files
 
 _WRITERS: dict[str, Callable[[Path, dict[str, Any]], object]] = {
@@ -50,6 +51,8 @@ def rebuild(reports: Path) -> tuple[list[Path], list[Path]]:
         write = _WRITERS.get(results.get("experiment") or path.parent.parent.name)
         if "sweep" in results:
             write_sweep_files(results, path.parent)
+        elif "search" in results:
+            write_search_files(results, path.parent)
         elif write is not None:
             write(path.parent, results)
         elif "rows" in results and "training" in results:

@@ -34,7 +34,8 @@ class AsyncScheduler:
 
     K comes from the round that is ``staleness`` rounds old. Whether to draft at all comes from the mean of up to
     ``MEMORY`` such rounds: one request's round says little about its next. After a round without a draft it drafts
-    again, and pauses four times as long whenever that did not pay either.
+    again, and pauses four times as long whenever that did not pay either. A pause ends at once where the number of
+    requests is one for which drafting pays.
 
     Args:
         curve: the capacity of this machine.
@@ -51,7 +52,7 @@ class AsyncScheduler:
     reads_confidence = True
     MEMORY = 8
 
-    def __init__(self, curve: CapacityCurve, staleness: int = 2, probe_every: int = 64, margin: float = 0.02) -> None:
+    def __init__(self, curve: CapacityCurve, staleness: int = 2, probe_every: int = 256, margin: float = 0.02) -> None:
         if not 0 <= margin < 1:
             raise ConfigError(f"policy.margin={margin} must lie in [0, 1).")
         if staleness < 1 or probe_every < 1:
@@ -77,21 +78,17 @@ class AsyncScheduler:
         self._time, self._pause, self._undrafted = 0, 1, 0
 
     def drafts(self, num_requests: int) -> bool:
-        """Whether drafting beats plain decoding, by what older rounds predicted."""
+        """Whether drafting beats plain decoding, by what older rounds predict for the requests there are now."""
         self._time += 1
-        if 0 < self._undrafted < self._pause:
+        expected = [self._best(older, num_requests)[1] for older in self._old_enough()]
+        if not expected or sum(expected) / len(expected) > num_requests / self.curve.plain_s(num_requests):
+            self._pause, self._undrafted = 1, 0
+            return True
+        if self._undrafted < self._pause:
             self._undrafted += 1
             return False
-        expected = [self._best(older, num_requests)[1] for older in self._old_enough()]
-        pays = not expected or sum(expected) / len(expected) > num_requests / self.curve.plain_s(num_requests)
-        if pays:
-            self._pause = 1
-        if pays or self._undrafted:  # a pause is over: try again, and wait longer the next time
-            self._pause = self._pause if pays else min(_LONGER * self._pause, self.probe_every)
-            self._undrafted = 0
-            return True
-        self._undrafted = 1
-        return False
+        self._pause, self._undrafted = min(_LONGER * self._pause, self.probe_every), 0
+        return True  # a pause is over: try again, and wait longer the next time
 
     def lengths(self, confidence_RG: np.ndarray | None, num_requests: int, block_size: int) -> np.ndarray:
         assert confidence_RG is not None

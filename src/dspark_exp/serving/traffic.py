@@ -70,14 +70,40 @@ class Served:
     tokens_per_s: float
 
 
+@dataclass
+class FullLoad:
+    """The part of a closed loop that throughput is counted over: all users are there, and not all of them just came.
+
+    From the end of the first answer until a user has no next request. The start, when all prompts come at once, and
+    the end, when the last answers run out one by one, weigh differently on arms that keep requests in step and on those
+    that do not. Of an open loop (no users), or without two requests a user: the whole test.
+    """
+
+    users: int
+    num_requests: int
+    _start: tuple[float, int] | None = None
+    _end: tuple[float, int] | None = None
+
+    def look(self, num_ended: int, seconds: float, tokens: int) -> None:
+        """After every round: answers that ended until now, seconds and tokens since the start of the test."""
+        if self._start is None and num_ended:
+            self._start = seconds, tokens
+        if self._end is None and self.num_requests - num_ended < self.users:
+            self._end = seconds, tokens
+
+    def measured(self, seconds: float, tokens: int) -> tuple[float, int]:
+        """Seconds and tokens of that part, given those of the whole test."""
+        if not self.users or self.num_requests < 2 * self.users or self._start is None or self._end is None:
+            return seconds, tokens
+        return self._end[0] - self._start[0], self._end[1] - self._start[1]
+
+
 @dataclass(frozen=True)
 class LoadResult:
     """A load test: everything that was served in ``seconds``, of which the engine worked ``busy_s``.
 
     Attributes:
-        loaded_s, loaded_tokens: of a closed loop while every user had a request in flight: without the end, when the
-            last answers run out one by one. Arms that keep their requests in step would have no such end, others
-            would. Of an open loop: of the whole test.
+        loaded_s, loaded_tokens: see ``FullLoad``.
     """
 
     seconds: float
@@ -122,19 +148,17 @@ def drive(
     if (concurrency is None) == (arrivals is None):
         raise ConfigError("A load test needs either a concurrency or arrival times.")
     waiting = list(requests)[::-1]
-    users = None if concurrency is None else min(concurrency, len(waiting))
-    loaded: tuple[float, int] | None = None
-    tokens_before = engine.counts["tokens"]
+    users = 0 if concurrency is None else min(concurrency, len(waiting))
+    load, tokens_before = FullLoad(users, len(waiting)), engine.counts["tokens"]
     times = None if arrivals is None else [float(t) for t in arrivals][::-1]
     tickets: list[Ticket] = []
     started, idle = time.perf_counter(), 0.0
     while True:
         if times is None:
-            assert users is not None
+            in_flight = engine.num_running + engine.num_waiting
+            load.look(len(tickets) - in_flight, time.perf_counter() - started, engine.counts["tokens"] - tokens_before)
             while waiting and engine.num_running + engine.num_waiting < users:
                 tickets.append(engine.submit(waiting.pop()))
-            if loaded is None and engine.num_running + engine.num_waiting < users:
-                loaded = time.perf_counter() - started, engine.counts["tokens"] - tokens_before
         else:
             while waiting and time.perf_counter() - started >= times[-1]:
                 times.pop()
@@ -147,7 +171,7 @@ def drive(
                 time.sleep(pause)
                 idle += pause
     seconds = time.perf_counter() - started
-    loaded = loaded or (seconds, engine.counts["tokens"] - tokens_before)
+    loaded = load.measured(seconds, engine.counts["tokens"] - tokens_before)
     return LoadResult(seconds, [_served(ticket) for ticket in tickets], seconds - idle, *loaded)
 
 

@@ -12,6 +12,7 @@ from dspark_exp.targets.families import read_architecture
 from dspark_exp.targets.layers import default_layer_ids, resolve_layer_ids
 from dspark_exp.targets.ragged import RaggedKVCache
 from dspark_exp.targets.self_test import check_target
+from dspark_exp.targets.sharded import rank_mesh, shard_over_ranks
 from dspark_exp.targets.vocabulary import VocabSpec, turn_end_id
 
 __all__ = [
@@ -22,10 +23,12 @@ __all__ = [
     "default_layer_ids",
     "load_target",
     "location_of",
+    "rank_mesh",
     "read_architecture",
     "read_target_config",
     "read_tokenizer",
     "resolve_layer_ids",
+    "shard_over_ranks",
     "target_of",
     "turn_end_id",
 ]

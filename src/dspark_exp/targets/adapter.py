@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,15 @@ from dspark_exp.targets.families import read_architecture, text_body
 from dspark_exp.targets.layers import resolve_layer_ids
 from dspark_exp.targets.vocabulary import VocabSpec, read_vocabulary, stop_ids_of
 
+
+class Pace(Protocol):
+    """What a sharded target asks before a pass."""
+
+    def announce(self) -> None: ...
+
+    def others_go_on(self) -> bool: ...
+
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ragged.register()
 
@@ -31,20 +40,24 @@ ragged.register()
 class Target:
     """A frozen causal language model with everything that drafting needs to know about it.
 
-    ``attention``: the backend of the caches it decodes with, see ``RaggedKVCache``.
+    Attributes:
+        attention: the backend of the caches it decodes with, see ``RaggedKVCache``.
+        pace: keeps the passes of ranks in step where the target is spread over them (``targets.sharded``).
     """
 
     def __init__(self, model: Any, tokenizer: Any, facts: TargetFacts, revision: str) -> None:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer, self.facts, self.revision = tokenizer, facts, revision
         self.attention = "auto"
+        self.pace: Pace | None = None
         self._captured: dict[int, Tensor] = {}
         for layer_id in facts.layer_ids:
-            module = self._body.embed_tokens if layer_id == -1 else self._body.layers[layer_id]
+            module = self.body.embed_tokens if layer_id == -1 else self.body.layers[layer_id]
             module.register_forward_hook(self._capture(layer_id))
 
     @property
-    def _body(self) -> Any:
+    def body(self) -> Any:
+        """The decoder layers between embedding and LM head, the final norm included."""
         return text_body(self.model)
 
     @property
@@ -74,22 +87,32 @@ class Target:
     def features(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         """Padded [N, S] ids -> taps [N, S, m*d] and final [N, S, d]. Padded positions hold no meaning."""
         positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
-        final = self._body(
-            input_ids, attention_mask=attention_mask, position_ids=positions, use_cache=False
-        ).last_hidden_state
+        final = self._pass(input_ids, attention_mask=attention_mask, position_ids=positions)
         return self._taken(), final
 
     @torch.no_grad()
     def forward_ragged(self, tokens_B: Tensor, plan: ragged.RaggedPass) -> tuple[Tensor, Tensor]:
         """B flattened tokens of several requests -> taps [B, m*d] and final [B, d]; keys go to the plan's cache."""
-        final = self._body(
+        final = self._pass(
             tokens_B[None],
             attention_mask=torch.empty(1, 1, 1, 1, device=tokens_B.device),  # 4-d: Transformers builds no mask
             position_ids=plan.position_B[None],
-            use_cache=False,
             ragged_pass=plan,
-        ).last_hidden_state
+        )
         return self._taken()[0], final[0]
+
+    @torch.no_grad()
+    def catch_up(self) -> None:
+        """Take part in the passes of other ranks until none has any left; before ranks meet. Needed where sharded."""
+        while self.pace is not None and self.pace.others_go_on():
+            self.body(torch.zeros(1, 1, dtype=torch.long, device=self.device), use_cache=False)
+        self._captured.clear()
+
+    def _pass(self, input_ids: Tensor, **inputs: Any) -> Tensor:
+        if self.pace is not None:
+            self.pace.announce()
+        hidden: Tensor = self.body(input_ids, use_cache=False, **inputs).last_hidden_state
+        return hidden
 
     @torch.no_grad()
     def logits(self, final: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import inspect
 import logging
 import platform
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,10 +23,11 @@ from dspark_exp.decoding import DecodingBatch, EarlyExit, Sampling, SpeculativeL
 from dspark_exp.drafters import in_dtype
 from dspark_exp.errors import ConfigError
 from dspark_exp.interop import load_weights, read_config
+from dspark_exp.launch import barrier, before_meeting, num_ranks, rank
 from dspark_exp.onednn import pack_linears
 from dspark_exp.scheduling import CapacityTable, read_table
 from dspark_exp.schema import ExperimentConfig, SamplingConfig
-from dspark_exp.targets import RaggedKVCache, Target, load_target
+from dspark_exp.targets import RaggedKVCache, Target, check_target, load_target, rank_mesh, shard_over_ranks
 
 log = logging.getLogger(__name__)
 Settings = TypeVar("Settings")
@@ -38,17 +40,44 @@ def open_target(config: ExperimentConfig) -> Target:
     wanted, device = config.target, device_of(config.trainer.accelerator)
     if device == "cpu":
         keep_freed_memory()
-    target = load_target(
+    load = partial(
+        load_target,
         wanted.name,
         wanted.path,
         dtype=wanted.dtype,
-        device=device,
         layer_ids=wanted.layer_ids,
         num_feature_layers=wanted.num_feature_layers,
         mask_token_id=wanted.mask_token_id,
     )
+    target = load(device=device) if wanted.shard is None else _sharded(load, device)
     target.attention = config.evaluation.attention
-    _pack(config, target.model)
+    if wanted.shard is None:
+        _pack(config, target.model)
+    return target
+
+
+def _sharded(load: Callable[[], Target], device: str) -> Target:
+    """Spread a target over the ranks, which load it in turn: the host holds one whole copy at a time.
+
+    Raises:
+        ConfigError: there is one rank alone.
+    """
+    if num_ranks() == 1:
+        raise ConfigError(
+            "target.shard=fsdp spreads the target over the ranks of a training job: set trainer.devices (or "
+            "trainer.num_nodes) above 1, or target.shard=null. Other tasks run in one process, which needs all of it."
+        )
+    rank_mesh(device)
+    target = None
+    for turn in range(num_ranks()):
+        if turn == rank():
+            target = load()
+            if turn == 0:
+                check_target(target)
+            target = shard_over_ranks(target, device)
+        barrier()
+    assert target is not None
+    before_meeting(target.catch_up)
     return target
 
 

@@ -91,6 +91,7 @@ def draft_rounds(
     limit = config.data.validation_max_new_tokens
     with torch.autocast(target.device.type, enabled=False):
         generations = loop.run([Request(ids, limit, seed=index) for index, ids in enumerate(prompt_ids)])
+    target.catch_up()
     drafter.train(was_training)
     return [g.rounds for g in generations]
 

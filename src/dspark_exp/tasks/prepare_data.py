@@ -52,7 +52,8 @@ def prepare_data(config: ExperimentConfig, target: Target) -> PreparedData:
     """Everything that drafter training reads."""
     cache = Path(config.paths.cache)
     cache.mkdir(parents=True, exist_ok=True)
-    check_target(target)
+    if target.pace is None:  # a sharded one was checked when it was whole
+        check_target(target)
     with locked_together(cache / "prepare.lock"):  # parallel jobs of a sweep wait for the first instead of repeating it
         train, held_out, dropped = conversations_of(config)
         corpus, origin = corpus_of(config, target, train, dropped)

@@ -10,18 +10,20 @@ import json
 import logging
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from dspark_exp.config import validated
-from dspark_exp.errors import ConfigError, DsparkError
+from dspark_exp.errors import ConfigError, DsparkError, Pruned
 from dspark_exp.launch import multi_node_commands, run_on_ranks
 from dspark_exp.launch.ranks import join_ranks, leave_ranks
 from dspark_exp.launch.torchrun import FAILURE
 from dspark_exp.quiet import quiet_libraries
 from dspark_exp.tasks.building import devices_of
+from dspark_exp.tasks.pruning import check_not_pruned, pruning_of
 from dspark_exp.tasks.train_eval import Job, finished_results, prepare_folder, train_eval
 
 log = logging.getLogger(__name__)
@@ -34,6 +36,7 @@ def train_on_devices(job: Job) -> dict[str, Any]:
     Raises:
         ConfigError: several nodes: the message holds the commands to type.
         LaunchError: a rank failed.
+        Pruned: a search ended the job early.
     """
     config = job.config
     processes = devices_of(config)
@@ -42,6 +45,7 @@ def train_on_devices(job: Job) -> dict[str, Any]:
     known = finished_results(job)
     if known is not None:
         return known
+    prunes = pruning_of(config, job.folder) is not None
     prepare_folder(job)
     handed = job.folder / "config.json"
     if config.trainer.num_nodes > 1:
@@ -53,6 +57,8 @@ def train_on_devices(job: Job) -> dict[str, Any]:
         )
     log.info("%s on %d ranks; their logs: %s", config.drafter.name, processes, job.folder / "ranks")
     run_on_ranks(_MODULE, [str(handed.absolute())], processes, job.folder / "ranks")
+    if prunes:
+        check_not_pruned(job.folder)
     return dict(json.loads(job.results_path.read_text()))
 
 
@@ -61,7 +67,8 @@ def run_rank(path: Path) -> None:
     plain = json.loads(path.read_text())
     job = Job(validated(OmegaConf.create(plain)), plain)
     join_ranks()
-    train_eval(job)
+    with suppress(Pruned):  # its note in the folder tells the owner
+        train_eval(job)
     leave_ranks()
 
 

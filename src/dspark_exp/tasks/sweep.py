@@ -28,15 +28,24 @@ from rich.table import Table
 
 from dspark_exp.config import flattened, resolved_dict
 from dspark_exp.data.manifest import write_json
-from dspark_exp.reports import build_report, build_sweep_report, print_sweep, print_table
+from dspark_exp.errors import Pruned
+from dspark_exp.reports import (
+    build_report,
+    build_search_report,
+    build_sweep_report,
+    print_search,
+    print_sweep,
+    print_table,
+    trial,
+)
 from dspark_exp.tasks.estimate import chosen_estimate
+from dspark_exp.tasks.pruning import ABOUT, RECORDS_VARIABLE
 from dspark_exp.tasks.ranks import train_on_devices
 from dspark_exp.tasks.together import train_with_siblings
 from dspark_exp.tasks.train_eval import Job, finished_results
 from dspark_exp.tracking import close_parent_run, open_parent_run
 
 log = logging.getLogger(__name__)
-RECORDS_VARIABLE = "DSPARK_EXP_SWEEP_RECORDS"
 _JOBS = "jobs"  # in the folder of records: the configs of all jobs, where they train together
 failures: list[str] = []  # what went wrong in the jobs of this process's sweep; decides the exit code
 
@@ -53,8 +62,9 @@ class SweepReport(Callback):
         os.environ[RECORDS_VARIABLE] = str(records.absolute())
         axes = swept_options(config)
         about = {"num_jobs": math.prod(axes.values()), "swept": list(axes), "started": time.time()}
-        (records / "sweep").write_text(json.dumps(about))
-        if config.sweep.shared_target and "n_trials" not in config.hydra.sweeper:
+        about["search"] = "n_trials" in config.hydra.sweeper
+        write_json(records / ABOUT, about)
+        if config.sweep.shared_target and not about["search"]:
             write_json(records / _JOBS, _jobs_of(config))
         if config.tracking.enabled and not config.sweep.plan and config.task == "train_eval":
             tags = {"experiment": str(config.experiment or ""), "target": str(config.target.name), "kind": "sweep"}
@@ -64,7 +74,8 @@ class SweepReport(Callback):
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         records = Path(os.environ.pop(RECORDS_VARIABLE))
         jobs = [json.loads(path.read_text()) for path in sorted(records.glob("*.json"))]
-        missing = [{"job": job["job"], "reason": job["reason"]} for job in jobs if job["status"] != "finished"]
+        ended_well = ("finished", "pruned")
+        missing = [{"job": job["job"], "reason": job["reason"]} for job in jobs if job["status"] not in ended_well]
         failures.extend(f"{job['job']}: {job['reason']}" for job in missing)
         finished = [job for job in jobs if job["status"] == "finished"]
         if config.sweep.plan:
@@ -74,17 +85,26 @@ class SweepReport(Callback):
         if finished:
             named = Path(config.paths.reports, str(config.experiment), str(config.target.name))
             folder = named if config.experiment is not None else records / "report"  # one without a name is not kept
-            _write_report(config, folder, finished, missing)
+            _write_report(config, folder, jobs, missing)
             log.info("Report: %s", folder / "report.md")
         if self._parent is not None:
             metrics = {f"jobs/{name}": float(len(part)) for name, part in (("done", finished), ("missing", missing))}
             close_parent_run(config.tracking.uri, self._parent, metrics, folder, bool(missing))
 
 
-def _write_report(
-    config: DictConfig, folder: Path, finished: list[dict[str, Any]], missing: list[dict[str, str]]
-) -> None:
+def _write_report(config: DictConfig, folder: Path, jobs: list[dict[str, Any]], missing: list[dict[str, str]]) -> None:
+    finished = [job for job in jobs if job["status"] == "finished"]
     results = [json.loads(Path(job["results"]).read_text()) for job in finished]
+    if "n_trials" in config.hydra.sweeper:
+        found_at = {job["results"]: found for job, found in zip(finished, results, strict=True)}
+        trials = [
+            trial(number, job["options"], job["curve"], found_at.get(job.get("results")))
+            for number, job in enumerate(jobs)
+            if job.get("curve")
+        ]
+        named = str(config.experiment or "search")
+        print_search(build_search_report(folder, named, str(config.sweep.question or ""), results, trials, missing))
+        return
     if config.sweep.x is None:
         print_table(build_report(folder, str(config.experiment or "multirun"), results, missing))
         return
@@ -139,9 +159,11 @@ def run_in_sweep(job: Job) -> float:
     """
     best = math.nan
     folder = Path(os.environ[RECORDS_VARIABLE])
-    label = _label(job, json.loads((folder / "sweep").read_text())["swept"])
+    swept = json.loads((folder / ABOUT).read_text())["swept"]
+    label, flat = _label(job, swept), flattened(job.plain)
     path = folder / f"{int(HydraConfig.get().job.num):04d}.json"
     record: dict[str, Any] = {"job": label, "status": "killed", "reason": "did not end"}
+    record["options"] = {key: flat.get(key, flat.get(f"{key}.name")) for key in swept}
     write_json(path, record)
     started = time.perf_counter()
     try:
@@ -153,8 +175,13 @@ def run_in_sweep(job: Job) -> float:
             results = train_on_devices(job)
             tau = sum(row["tau"] for row in results["rows"]) / len(results["rows"])
             record |= {"results": str(job.results_path.absolute()), "tau": tau}
-            best = max((point["tau"] for point in results["training"]["learning_curve"]), default=math.nan)
+            record["curve"] = curve = results["training"]["learning_curve"]
+            best = max((point["tau"] for point in curve), default=math.nan)
         record |= {"status": "finished", "reason": ""}
+    except Pruned as ended:
+        record |= {"status": "pruned", "reason": str(ended), "curve": ended.curve}
+        best = ended.tau
+        log.info("%s %s", label, ended)
     except Exception as error:
         record |= {"status": "failed", "reason": _reason(error)}
         log.error("%s failed: %s", label, record["reason"], exc_info=bool(os.environ.get("HYDRA_FULL_ERROR")))
@@ -177,10 +204,10 @@ def _reason(error: Exception) -> str:
 
 
 def _log_progress(folder: Path, label: str, tau: float, seconds: float) -> None:
-    about = json.loads((folder / "sweep").read_text())
+    about = json.loads((folder / ABOUT).read_text())
     total = about["num_jobs"]
     statuses = [json.loads(path.read_text())["status"] for path in folder.glob("*.json")]
-    ended = sum(status in ("finished", "failed") for status in statuses)
+    ended = sum(status in ("finished", "failed", "pruned") for status in statuses)
     left = (time.time() - about["started"]) / max(1, ended) * (total - ended) / 60
     log.info("job %d of %d, %s: tau %.2f, %.0f s; about %.0f min left", ended, total, label, tau, seconds, left)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 
 from dspark_exp.calibration import Calibration
 from dspark_exp.config import flattened, job_key
@@ -39,6 +39,7 @@ from dspark_exp.tasks.checkpoints import load_drafter, store_calibration
 from dspark_exp.tasks.evaluate import Evaluation, draft_rounds, evaluate
 from dspark_exp.tasks.prepare_data import ComputeFeatures, PreparedData, compute_of, prepare_data
 from dspark_exp.tasks.provenance import provenance
+from dspark_exp.tasks.pruning import pruning_of
 from dspark_exp.tasks.tracked import datasets_of, files_of, final_metrics, write_environment
 from dspark_exp.tracking import JobTracker
 from dspark_exp.training import DataWait, DraftDiagnostics, DrafterData, DrafterModule, Optimization
@@ -83,11 +84,15 @@ def train_eval(job: Job, company: Company | None = None) -> dict[str, Any]:
     """Train, select by ``val/tau``, evaluate, write ``results.json``. A finished job is read back, not repeated.
 
     With ``trainer.max_steps=0`` the drafter of ``drafter.init_from`` is evaluated as it is.
+
+    Raises:
+        Pruned: a search ended the job early.
     """
     known = finished_results(job)
     if known is not None:
         return known
     _check_ranks(job.config)
+    pruning = pruning_of(job.config, job.folder)
     started = time.perf_counter()
     config = job.config
     target = open_target(config) if company is None else company.target
@@ -102,8 +107,12 @@ def train_eval(job: Job, company: Company | None = None) -> dict[str, Any]:
     data = prepare_data(config, target) if is_trained else None
     prepared_s = time.perf_counter() - started
     with _tracker(job) as tracker:
-        turn = None if company is None else company.turn
-        training = _train(job, target, module, data, tracker, turn) if data is not None else _as_given(module)
+        callbacks = [company.turn if company is not None else RichProgressBar(), *([pruning] if pruning else [])]
+        training = _as_given(drafter)
+        if data is not None:
+            training, drafter = _train(job, target, module, data, tracker, callbacks)
+        if pruning is not None:
+            pruning.end(job.folder, module.learning_curve, rank() == 0)
         calibration = _calibrated(job, target, drafter, training)
         evaluation = evaluate(config, target, drafter, benchmarks, calibration)
         results = _results(job, target, data, training, evaluation, _prompt_hashes(benchmarks))
@@ -194,6 +203,7 @@ def _module(config: ExperimentConfig, target: Target, drafter: Any, compute_feat
         optimization=optimization,
         compute_features=compute_features,
         draft_loop=lambda network, prompts: draft_rounds(config, target, network, prompts),
+        sharded=wanted.strategy == "fsdp" and num_ranks() > 1,
     )
     return module
 
@@ -204,8 +214,9 @@ def _train(
     module: DrafterModule,
     prepared: PreparedData,
     tracker: JobTracker,
-    turn: L.Callback | None,
-) -> dict[str, Any]:
+    callbacks: list[L.Callback],
+) -> tuple[dict[str, Any], Any]:
+    """What came of training, and the selected drafter."""
     config, wanted = job.config, job.config.trainer
     data = DrafterData(
         prepared.rows,
@@ -228,16 +239,16 @@ def _train(
         accelerator=wanted.accelerator,
         devices=devices_of(config),
         num_nodes=wanted.num_nodes,
-        strategy="auto" if num_ranks() == 1 else DDPStrategy(find_unused_parameters=module.has_idle_head),
+        strategy=_strategy(config, module),
         val_check_interval=min(wanted.validate_every_steps, wanted.max_steps) * wanted.accumulate,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
         log_every_n_steps=wanted.log_every_steps,
         logger=tracker.loggers,
-        callbacks=[best, newest, wait, DraftDiagnostics(module.drafter.block_size), turn or RichProgressBar()],
+        callbacks=[best, newest, wait, DraftDiagnostics(module.drafter.block_size), *callbacks],
         use_distributed_sampler=False,
         enable_model_summary=False,
-        enable_progress_bar=turn is None,  # a terminal shows one
+        enable_progress_bar=any(isinstance(callback, RichProgressBar) for callback in callbacks),
         default_root_dir=job.folder,
     )
     started = time.perf_counter()
@@ -245,8 +256,9 @@ def _train(
     trainer.fit(module, data, ckpt_path=last if last.exists() else None, weights_only=True)
     seconds = time.perf_counter() - started
     chosen = Path(best.best_model_path or last)
-    selected = load_drafter(chosen, module.drafter).step
-    return {
+    drafter = module.whole_drafter()
+    selected = load_drafter(chosen, drafter).step
+    training = {
         "seconds": {"train": seconds},
         "data_wait_share": wait.share,
         "steps": trainer.global_step,
@@ -255,9 +267,18 @@ def _train(
         "learning_curve": module.learning_curve,
         "trainable_parameters": sum(p.numel() for p in module.drafter.parameters() if p.requires_grad),
     }
+    return training, drafter
 
 
-def _as_given(module: DrafterModule) -> dict[str, Any]:
+def _strategy(config: ExperimentConfig, module: DrafterModule) -> str | Strategy:
+    if num_ranks() == 1:
+        return "auto"
+    if config.trainer.strategy == "fsdp":
+        return ModelParallelStrategy(num_ranks(), 1, save_distributed_checkpoint=False)
+    return DDPStrategy(find_unused_parameters=module.has_idle_head)
+
+
+def _as_given(drafter: Any) -> dict[str, Any]:
     """The record of a drafter that was not trained here."""
     return {
         "seconds": {"train": 0.0},
@@ -265,7 +286,7 @@ def _as_given(module: DrafterModule) -> dict[str, Any]:
         "selected_step": 0,
         "checkpoint": None,
         "learning_curve": [],
-        "trainable_parameters": sum(p.numel() for p in module.drafter.parameters()),
+        "trainable_parameters": sum(p.numel() for p in drafter.parameters()),
     }
 
 

@@ -22,6 +22,8 @@ from filelock import FileLock
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger
 from lightning.pytorch.utilities import rank_zero_only
 
+from dspark_exp.errors import Pruned
+
 log = logging.getLogger(__name__)
 CURVES = "curves"  # folder of a job's metrics.csv files, one a process that trained
 PARENT_VARIABLE = "DSPARK_EXP_PARENT_RUN"
@@ -118,7 +120,8 @@ class JobTracker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._mlflow is not None:
-            self._mlflow.finalize("failed" if kind is not None else "success")
+            pruned = kind is not None and issubclass(kind, Pruned)
+            self._mlflow.finalize("KILLED" if pruned else "failed" if kind is not None else "success")
 
     def log_results(self, metrics: Mapping[str, float], files: Sequence[Path], data: Sequence[TrackedData]) -> None:
         """Final metrics (``tau/<benchmark>`` and the like), files as artifacts, and the data sets that were read."""

@@ -21,6 +21,7 @@ from dspark_exp.errors import ConfigError
 from dspark_exp.metrics import AcceptedLength
 from dspark_exp.objectives import BlockObjective, ObjectiveResult, TrainingTimeTestObjective
 from dspark_exp.training.data_module import as_features
+from dspark_exp.training.sharding import Sharded, whole_tensor
 
 log = logging.getLogger(__name__)
 ComputeFeatures = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -79,6 +80,7 @@ class DrafterModule(L.LightningModule):
         num_anchors: blocks a sequence (drafters that train every position ignore it).
         compute_features: computes target features of a batch that carries none (features=online).
         draft_loop: runs the real decoding loop; returns the rounds of every prompt.
+        sharded: spread the drafter over the ranks, whose mesh Lightning's strategy makes.
     """
 
     drafter: Any
@@ -93,14 +95,27 @@ class DrafterModule(L.LightningModule):
         num_anchors: int,
         compute_features: ComputeFeatures | None = None,
         draft_loop: DraftLoop | None = None,
+        sharded: bool = False,
     ) -> None:
         super().__init__()
+        self._is_sharded = sharded
+        self._sharded: Sharded | None = None
         self.drafter, self.optimization = drafter, optimization
         self.seed, self.num_anchors = seed, num_anchors
         self._compute_features, self._draft_loop = compute_features, draft_loop
         self.val_tau = AcceptedLength()
         self.val_tau_by_domain = nn.ModuleDict()
         self.learning_curve: list[dict[str, float]] = []
+
+    def configure_model(self) -> None:
+        """Lightning's moment to spread a model over ranks."""
+        if self._is_sharded and self._sharded is None:
+            assert self.device_mesh is not None
+            self._sharded = Sharded(self.drafter, self.device_mesh["data_parallel"])
+
+    def whole_drafter(self) -> Any:
+        """The drafter as every rank can use it alone; where it is sharded, all ranks ask together."""
+        return self.drafter if self._sharded is None else self._sharded.whole()
 
     @property
     def has_idle_head(self) -> bool:
@@ -149,7 +164,7 @@ class DrafterModule(L.LightningModule):
     def validation_step(self, batch: Sequence[tuple[list[int], str]], _: int) -> dict[str, list[Any]]:
         """Draft for every prompt; returns all rounds, for callbacks that look closer."""
         assert self._draft_loop is not None
-        rounds = self._draft_loop(self.drafter, [ids for ids, _ in batch])
+        rounds = self._draft_loop(self.whole_drafter(), [ids for ids, _ in batch])
         for (_ids, domain), of_prompt in zip(batch, rounds, strict=True):
             emitted = torch.tensor([r.emitted for r in of_prompt], device=self.device)
             self.val_tau.update(emitted)
@@ -176,7 +191,7 @@ class DrafterModule(L.LightningModule):
     def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
         # by hand: Lightning refuses to clip before a fused optimizer, which matters for float16 scaling alone
         norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.optimization.clip)
-        self.log("train/grad_norm", norm)
+        self.log("train/grad_norm", whole_tensor(norm))
 
     def configure_optimizers(self) -> Any:
         heads = self.drafter.head_parameters()
