@@ -102,6 +102,21 @@ def test_an_estimate_of_disk_is_what_the_store_takes() -> None:
     assert estimate(tight, "bounded", target, drafter, rows, 1e12, 100, 100).disk_gb < by_mode["stored"].disk_gb
 
 
+def test_an_estimate_of_memory_knows_what_is_spread_over_ranks() -> None:
+    def memory(*overrides: str) -> float:
+        config = _config(*JSONL, "trainer.devices=8", *overrides)
+        return estimate(config, "online", *on_meta(config), measure_rows(config), 1e12, 100, 100).memory_gb
+
+    target, drafter = on_meta(_config(*JSONL))
+    num_layers, in_layers = len(target.body.layers), parameters(target.body.layers)
+    saved = memory() - memory("target.shard=fsdp")
+    assert saved * 1e9 == pytest.approx(4 * in_layers * (1 - 1 / 8 - 2 / num_layers))
+    saved = memory() - memory("trainer.strategy=fsdp")
+    assert 8 * parameters(drafter) < saved * 1e9 < 14 * parameters(drafter)
+    alone = memory("trainer.devices=1") - memory("trainer.devices=1", "trainer.strategy=fsdp")
+    assert alone == 0
+
+
 def test_an_estimate_is_printed_for_every_mode(capsys: pytest.CaptureFixture[str]) -> None:
     run_estimate(_config("drafter.init_from=not/there/yet"))
     shown = capsys.readouterr().out

@@ -11,7 +11,6 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from dspark_exp.contracts import KVPass
 from dspark_exp.drafters.attention import attend_blocks, block_mask, resolve_backend
@@ -82,10 +81,7 @@ class ParallelBackbone(nn.Module):
 
         hidden = block_MGd
         for layer in self._blocks():
-            if self.checkpoint and torch.is_grad_enabled():
-                hidden = checkpoint(run, layer, hidden, context, use_reentrant=False, preserve_rng_state=False)
-            else:
-                hidden = run(layer, hidden, context)
+            hidden = layer(run, hidden, context, checkpointed=self.checkpoint and torch.is_grad_enabled())
         return self.norm(hidden)
 
     def extend(self, taps_BE: Tensor, plan: KVPass) -> None:

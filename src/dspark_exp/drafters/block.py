@@ -102,6 +102,10 @@ class BlockDrafter(nn.Module):
 
     # training
 
+    def layers_alone(self) -> list[nn.Module]:
+        """Layers whose weights are needed during their own call alone, in training."""
+        return list(self.backbone.layers)
+
     def compile_training(self) -> None:
         """Compile the backbone's training pass; names of parameters stay as they are, decoding is not touched."""
         self.backbone.compile(dynamic=True)

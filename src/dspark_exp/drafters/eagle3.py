@@ -73,6 +73,10 @@ class Eagle3Drafter(nn.Module):
         """None: there is no sequential head."""
         return []
 
+    def layers_alone(self) -> list[nn.Module]:
+        """None: the one layer is run again for every step."""
+        return []
+
     def compile_training(self) -> None:
         """Compile the training pass; names of parameters stay as they are, decoding is not touched."""
         self._steps = torch.compile(self._steps, dynamic=True)  # type: ignore[method-assign]

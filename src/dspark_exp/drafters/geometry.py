@@ -6,11 +6,13 @@ Knows nothing about targets beyond their facts. Tensor names follow the released
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
@@ -148,7 +150,8 @@ class Projections(nn.Module):
 class DraftLayer(nn.Module):
     """Attention and a feed-forward layer, pre-normed; in Gemma 4 style each result is normed again and scaled.
 
-    The caller runs the attention itself, between ``self_attn`` and ``finish``.
+    The caller runs the attention itself, between ``self_attn`` and ``finish``. In training it does so through the
+    layer's call, ``layer(run, ...)``: what wraps modules, such as FSDP, sees where a layer's pass begins and ends.
     """
 
     def __init__(self, geometry: Geometry, input_size: int) -> None:
@@ -163,6 +166,13 @@ class DraftLayer(nn.Module):
             self.pre_feedforward_layernorm = RMSNorm(width, eps=eps)
             self.post_feedforward_layernorm = RMSNorm(width, eps=eps)
             self.register_buffer("layer_scalar", torch.ones(1))  # part of the released layout; never trained
+
+    def forward(self, run: Callable[..., Tensor], *inputs: Tensor, checkpointed: bool = False) -> Tensor:
+        """``run(self, *inputs)``; checkpointed: its activations are computed again in the backward pass."""
+        if checkpointed:
+            again: Tensor = checkpoint(run, self, *inputs, use_reentrant=False, preserve_rng_state=False)
+            return again
+        return run(self, *inputs)
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """Residual stream [..., d] after this layer, from the attention's output [..., H, D]."""

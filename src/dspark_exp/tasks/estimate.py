@@ -36,7 +36,7 @@ from dspark_exp.targets import (
     resolve_layer_ids,
     target_of,
 )
-from dspark_exp.tasks.building import build_drafter, device_of, precision_of
+from dspark_exp.tasks.building import build_drafter, device_of, devices_of, precision_of
 from dspark_exp.tasks.prepare_data import conversations_of
 
 _GB = 1e9
@@ -191,7 +191,7 @@ def _feature_bytes(config: ExperimentConfig, target: Target) -> int:
 def _memory_bytes(config: ExperimentConfig, target: Target, drafter: nn.Module, rows: Rows) -> float:
     """Weights, gradients, moments, activations of one batch, and the decoding caches of validation."""
     facts, trainer, data = target.facts, config.trainer, config.data
-    weights = parameters(target.model) * _itemsize(config.target.dtype) + 16 * parameters(drafter)
+    weights = _target_bytes(config, target) + _drafter_bytes(config, drafter)
     tokens = trainer.batch_size * rows.longest
     slots = _slots(config, drafter, rows)
     kv = 2 * facts.num_kv_heads * facts.head_dim
@@ -203,6 +203,30 @@ def _memory_bytes(config: ExperimentConfig, target: Target, drafter: nn.Module, 
     cache = config.evaluation.batch_size * length * sum(2 * heads * width for heads, width in facts.layer_kv) * 4
     probs = 4 * config.evaluation.batch_size * (int(drafter.block_size) + 1) * facts.vocab_size * 4  # type: ignore[arg-type]
     return weights + batch + activations + _LOSS_BYTES + cache + probs
+
+
+def _target_bytes(config: ExperimentConfig, target: Target) -> float:
+    """Weights; of a sharded target what is whole everywhere, a share of the layers, and two gathered ones."""
+    whole, layers = parameters(target.model), parameters(target.body.layers)
+    held: float = whole
+    if config.target.shard is not None:
+        held = whole - layers + layers / _num_ranks(config) + 2 * layers / len(target.body.layers)
+    return held * _itemsize(config.target.dtype)
+
+
+def _drafter_bytes(config: ExperimentConfig, drafter: nn.Module) -> float:
+    """Weights, gradients and two moments in float32. Sharded: a share of them; beside it what a step gathers (a layer
+    and what is outside of layers, with its gradients), or, while drafting, the weights of all."""
+    whole, ranks = parameters(drafter), _num_ranks(config)
+    if config.trainer.strategy != "fsdp" or ranks == 1:
+        return 16 * whole
+    alone = [parameters(layer) for layer in drafter.layers_alone()]  # type: ignore[operator]
+    gathered = whole - sum(alone) + max(alone, default=0)
+    return 16 * whole / ranks + max(8 * gathered, 4 * whole)
+
+
+def _num_ranks(config: ExperimentConfig) -> int:
+    return devices_of(config) * config.trainer.num_nodes
 
 
 def _slots(config: ExperimentConfig, drafter: nn.Module, rows: Rows) -> float:
@@ -233,6 +257,8 @@ def _train_flops(config: ExperimentConfig, target: Target, drafter: nn.Module, r
         stored = rows.count * rows.mean_tokens * _feature_bytes(config, target) / _GB
         kept = min(1.0, (config.features.max_gb or stored) / max(stored, 1e-9))
         seen = rows.count + round((1 - kept) * max(0, passes["online"] - rows.count))
+    if mode == "stored":
+        seen = -(-seen // _num_ranks(config))  # ranks share the shards
     return batches * per_batch + 2 * parameters(target.model) * seen * rows.mean_tokens
 
 

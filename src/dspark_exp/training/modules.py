@@ -165,6 +165,8 @@ class DrafterModule(L.LightningModule):
         """Draft for every prompt; returns all rounds, for callbacks that look closer."""
         assert self._draft_loop is not None
         rounds = self._draft_loop(self.whole_drafter(), [ids for ids, _ in batch])
+        if self._sharded is not None:
+            self._sharded.release()
         for (_ids, domain), of_prompt in zip(batch, rounds, strict=True):
             emitted = torch.tensor([r.emitted for r in of_prompt], device=self.device)
             self.val_tau.update(emitted)

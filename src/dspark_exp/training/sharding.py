@@ -1,7 +1,8 @@
 """A drafter spread over the ranks while it trains (FSDP2), for drafters that do not fit.
 
-In: a drafter. Out: the same one, of whose weights, gradients and optimizer state each rank holds a part. The whole of
-its weights is gathered for a step and freed after it; for drafting, which every rank does at its own pace, into a copy.
+In: a drafter. Out: the same one, of whose weights, gradients and optimizer state each rank holds a part. A layer's
+weights are gathered for its pass and freed after it; all of them, for drafting, which every rank does at its own pace,
+into a copy that waits on the CPU.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ class Sharded:
     def __init__(self, drafter: Any, mesh: Any) -> None:
         self.drafter = drafter
         self._whole = copy.deepcopy(drafter, {id(drafter._frozen): drafter._frozen})  # the target's part by reference
+        for layer in drafter.layers_alone():
+            fully_shard(layer, mesh=mesh)
         fully_shard(drafter, mesh=mesh)
 
     @torch.no_grad()
@@ -33,6 +36,10 @@ class Sharded:
         weights = {name: whole_tensor(value) for name, value in self.drafter.state_dict().items()}
         self._whole.load_state_dict(weights)
         return self._whole.to(next(iter(weights.values())).device)
+
+    def release(self) -> None:
+        """Drafting is over: the copy makes room."""
+        self._whole.to("cpu")
 
 
 def whole_tensor(value: Tensor) -> Tensor:
