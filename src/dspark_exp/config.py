@@ -123,6 +123,8 @@ def _check_ranges(config: ExperimentConfig) -> None:
             raise ConfigError(f"{name}={value}: expected at least 1.")
     if config.trainer.max_steps < 0:
         raise ConfigError(f"trainer.max_steps={config.trainer.max_steps}: expected at least 0.")
+    if config.load.slice_s is not None and config.load.slice_s <= 0:
+        raise ConfigError(f"load.slice_s={config.load.slice_s}: expected seconds above 0, or null.")
     if config.evaluation.packed_gb < 0:
         raise ConfigError(f"evaluation.packed_gb={config.evaluation.packed_gb}: expected gigabytes, 0 for none.")
     if not 0 <= config.data.max_dropped <= 1:

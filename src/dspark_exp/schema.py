@@ -204,7 +204,8 @@ class LoadConfig:
     concurrency: list[int]  # users of a closed loop
     requests_per_user: int
     min_requests: int  # of a load test
-    repeats: int  # of every point, arms in turn
+    repeats: int  # of every point
+    slice_s: float | None  # arms take turns of so many seconds; null = one after the other, one engine in memory
     threshold: float  # of the arm that verifies by a static threshold
     arms: list[str]  # of pareto
 

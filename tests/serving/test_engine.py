@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from dspark_exp.decoding import DecodingBatch, EarlyExit, Full, Request, Sampling, SpeculativeLoop, VerificationPolicy
 from dspark_exp.errors import ConfigError, DataError
 from dspark_exp.scheduling import AsyncScheduler, CapacityCurve
-from dspark_exp.serving import Arrivals, Engine, QueueFull, drive
+from dspark_exp.serving import Arrivals, ClosedLoop, Engine, QueueFull, Stopwatch, drive, serve_in_turns
 from dspark_exp.serving.engine import num_entering
 from dspark_exp.targets import Target
 from tests.conftest import make_cache, make_drafter
@@ -247,6 +248,36 @@ def test_closed_and_open_loops_serve_everything(target: Target) -> None:
     assert len(drive(_engine(target), requests, arrivals=times.tolist()).served) == 20
     with pytest.raises(ConfigError, match="either"):
         drive(_engine(target), requests)
+
+
+def test_loops_in_turns_serve_what_they_serve_alone_and_count_their_own_time(target: Target) -> None:
+    requests = _requests(12)
+
+    def loop(pause_s: float) -> tuple[ClosedLoop, Stopwatch]:
+        clock = Stopwatch()
+        engine = _engine(target, clock=clock)
+        run = engine._batch.round
+
+        def slow_round() -> None:
+            time.sleep(pause_s)
+            run()
+
+        engine._batch.round = slow_round  # type: ignore[method-assign]
+        return ClosedLoop(engine, requests, 3, clock), clock
+
+    alone = loop(0.0)
+    serve_in_turns([alone], slice_s=100.0)
+    loops = [loop(0.0), loop(0.02)]
+    started = time.perf_counter()
+    quick, slow = serve_in_turns(loops, slice_s=0.02)
+    total = time.perf_counter() - started
+    answers = [[ticket.generation.token_ids for ticket in one._tickets] for one, _ in (alone, *loops)]
+    assert answers[1:] == [answers[0]] * 2
+    assert slow.seconds - quick.seconds > 0.02 * max(s.rounds for s in slow.served)  # its pauses are its own
+    assert quick.seconds + slow.seconds == pytest.approx(total, rel=0.1)
+    for result in (quick, slow):
+        assert 0 < result.loaded_s < result.seconds
+        assert all(0 < s.first_token_s <= result.seconds for s in result.served)
 
 
 @pytest.mark.parametrize("kind", ["poisson", "bursty"])

@@ -130,9 +130,10 @@ def _pareto_text(results: dict[str, Any]) -> str:
     rows = results["rows"]
     parts = [
         f"# Throughput against speed of each user, {results['drafter']} on {results['target']}",
-        "Closed loop on the real engine: so many users, each sends its next request when the last has ended. Counted "
-        "from the first answer's end while all of them have a request in flight. Medians of repeated runs, arms in "
-        "turn; brackets: lowest and highest run.",
+        "Closed loop on the real engine: so many users, each sends its next request when the last has ended; answers "
+        "from half of the token limit to all of it. Counted from the first answer's end while all users have a request "
+        "in flight. Arms take turns of `load.slice_s` seconds, so that the machine's drift reaches all alike. Medians "
+        "of repeated runs; brackets: lowest and highest run.",
         "![Pareto](pareto.png)",
         "## Tokens per second, all users",
         _grid(rows, lambda row: f"{row['throughput']:.0f} [{row['throughput_low']:.0f}, {row['throughput_high']:.0f}]"),

@@ -2,16 +2,19 @@
 
 from dspark_exp.serving.engine import Engine, QueueFull, Ticket
 from dspark_exp.serving.simulator import SimulatedRequest, simulate
-from dspark_exp.serving.traffic import Arrivals, LoadResult, Served, drive
+from dspark_exp.serving.traffic import Arrivals, ClosedLoop, LoadResult, Served, Stopwatch, drive, serve_in_turns
 
 __all__ = [
     "Arrivals",
+    "ClosedLoop",
     "Engine",
     "LoadResult",
     "QueueFull",
     "Served",
     "SimulatedRequest",
+    "Stopwatch",
     "Ticket",
     "drive",
+    "serve_in_turns",
     "simulate",
 ]

@@ -45,7 +45,7 @@ class QueueFull(DsparkError):
 
 @dataclass
 class Ticket:
-    """A request on its way. Times are seconds of ``time.perf_counter``; 0 = not yet.
+    """A request on its way. Times are seconds of the engine's clock; 0 = not yet.
 
     Attributes:
         status: waiting, running, finished, cancelled or failed.
@@ -87,11 +87,17 @@ class Engine:
         max_queue: requests that may wait for a row.
         max_prefill_tokens: prompt tokens that enter between two rounds at most (one prompt always may), so that a long
             queue does not stall those in flight.
+        clock: seconds from any start.
     """
 
     def __init__(
-        self, batch: DecodingBatch, max_queue: int = 1024, max_prefill_tokens: int = MAX_PREFILL_TOKENS
+        self,
+        batch: DecodingBatch,
+        max_queue: int = 1024,
+        max_prefill_tokens: int = MAX_PREFILL_TOKENS,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self._clock = clock
         self._batch, self._max_queue, self._max_prefill = batch, max_queue, max_prefill_tokens
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)
@@ -117,7 +123,7 @@ class Engine:
             if len(self._waiting) >= self._max_queue:
                 self.counts["rejected"] += 1
                 raise QueueFull(f"{self._max_queue} requests wait already; try again later (serving.max_queue).")
-            ticket = Ticket(self._next_number, request, on_tokens, time.perf_counter(), on_end)
+            ticket = Ticket(self._next_number, request, on_tokens, self._clock(), on_end)
             self._next_number += 1
             self.counts["submitted"] += 1
             self._waiting.append(ticket)
@@ -200,7 +206,7 @@ class Engine:
 
     def _report(self) -> None:
         """Give new tokens to their callbacks and let what has ended leave."""
-        now, leaving = time.perf_counter(), []
+        now, leaving = self._clock(), []
         for row, progress in list(self._batch.active.items()):
             ticket = self._running[progress.index]
             tokens = progress.generation.token_ids[ticket.reported :]
@@ -228,7 +234,7 @@ class Engine:
             self._running.pop(ticket.number, None)
             self._cancelled.discard(ticket.number)
             self.counts[status] += 1
-            ticket.status, ticket.error, ticket.finished_at = status, error, time.perf_counter()
+            ticket.status, ticket.error, ticket.finished_at = status, error, self._clock()
         ticket.ended.set()
         if ticket.on_end is not None:
             try:

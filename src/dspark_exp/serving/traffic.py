@@ -6,9 +6,10 @@ request when the last has ended. Open loop: arrivals at given times, whatever th
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ import numpy as np
 from dspark_exp.decoding import Request
 from dspark_exp.errors import ConfigError
 from dspark_exp.serving.engine import Engine, Ticket
+
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,82 @@ class LoadResult:
         }
 
 
+class Stopwatch:
+    """A clock that runs while it is entered. Seconds."""
+
+    def __init__(self) -> None:
+        self._total, self._since = 0.0, math.nan
+
+    def __call__(self) -> float:
+        return self._total if math.isnan(self._since) else self._total + time.perf_counter() - self._since
+
+    def __enter__(self) -> None:
+        self._since = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._total, self._since = self(), math.nan
+
+
+class ClosedLoop:
+    """Users of an engine, each of whom sends the next request when the last has ended; one step at a time.
+
+    Args:
+        engine: without requests. It must go by the same clock.
+        requests: of all users. concurrency: users at most.
+        clock: stands still while something else has the machine.
+    """
+
+    def __init__(self, engine: Engine, requests: Sequence[Request], concurrency: int, clock: Clock) -> None:
+        self._engine, self._waiting, self._clock = engine, list(requests)[::-1], clock
+        self._users = min(concurrency, len(requests))
+        self._load = FullLoad(self._users, len(requests))
+        self._total = sum(r.max_new_tokens for r in requests)
+        self._started, self._tokens_before = clock(), engine.counts["tokens"]
+        self._tickets: list[Ticket] = []
+
+    @property
+    def progress(self) -> float:
+        """From 0 to 1, which is not reached where answers end before their limit."""
+        return self._tokens / max(1, self._total)
+
+    @property
+    def _tokens(self) -> int:
+        return self._engine.counts["tokens"] - self._tokens_before
+
+    def step(self) -> bool:
+        """Requests in, one round. False = everything has ended."""
+        engine = self._engine
+        in_flight = engine.num_running + engine.num_waiting
+        self._load.look(len(self._tickets) - in_flight, self._clock() - self._started, self._tokens)
+        for _ in range(min(len(self._waiting), self._users - in_flight)):
+            self._tickets.append(engine.submit(self._waiting.pop()))
+        return engine.step()
+
+    def result(self) -> LoadResult:
+        """After the last step."""
+        seconds = self._clock() - self._started
+        loaded = self._load.measured(seconds, self._tokens)
+        return LoadResult(seconds, [_served(ticket) for ticket in self._tickets], seconds, *loaded)
+
+
+def serve_in_turns(loops: Sequence[tuple[ClosedLoop, Stopwatch]], slice_s: float) -> list[LoadResult]:
+    """Closed loops on a machine whose speed drifts: the one that is least far gets the next ``slice_s`` seconds.
+
+    Each result holds the loop's own time alone.
+    """
+    results: dict[int, LoadResult] = {}
+    while len(results) < len(loops):
+        place = min((i for i in range(len(loops)) if i not in results), key=lambda i: loops[i][0].progress)
+        loop, clock = loops[place]
+        with clock:
+            until, goes_on = clock() + slice_s, True
+            while goes_on and clock() < until:
+                goes_on = loop.step()
+            if not goes_on:
+                results[place] = loop.result()
+    return [results[place] for place in range(len(loops))]
+
+
 def drive(
     engine: Engine, requests: Sequence[Request], concurrency: int | None = None, arrivals: Sequence[float] | None = None
 ) -> LoadResult:
@@ -147,32 +226,33 @@ def drive(
     """
     if (concurrency is None) == (arrivals is None):
         raise ConfigError("A load test needs either a concurrency or arrival times.")
-    waiting = list(requests)[::-1]
-    users = 0 if concurrency is None else min(concurrency, len(waiting))
-    load, tokens_before = FullLoad(users, len(waiting)), engine.counts["tokens"]
-    times = None if arrivals is None else [float(t) for t in arrivals][::-1]
+    if arrivals is not None:
+        return _open_loop(engine, requests, [float(t) for t in arrivals])
+    assert concurrency is not None
+    loop = ClosedLoop(engine, requests, concurrency, time.perf_counter)
+    while loop.step():
+        pass
+    return loop.result()
+
+
+def _open_loop(engine: Engine, requests: Sequence[Request], arrivals: Sequence[float]) -> LoadResult:
+    waiting, times = list(requests)[::-1], list(arrivals)[::-1]
     tickets: list[Ticket] = []
+    tokens_before = engine.counts["tokens"]
     started, idle = time.perf_counter(), 0.0
     while True:
-        if times is None:
-            in_flight = engine.num_running + engine.num_waiting
-            load.look(len(tickets) - in_flight, time.perf_counter() - started, engine.counts["tokens"] - tokens_before)
-            while waiting and engine.num_running + engine.num_waiting < users:
-                tickets.append(engine.submit(waiting.pop()))
-        else:
-            while waiting and time.perf_counter() - started >= times[-1]:
-                times.pop()
-                tickets.append(engine.submit(waiting.pop()))
+        while waiting and time.perf_counter() - started >= times[-1]:
+            times.pop()
+            tickets.append(engine.submit(waiting.pop()))
         if not engine.step():
             if not waiting:
                 break
-            if times:
-                pause = max(0.0, min(0.01, times[-1] - (time.perf_counter() - started)))
-                time.sleep(pause)
-                idle += pause
+            pause = max(0.0, min(0.01, times[-1] - (time.perf_counter() - started)))
+            time.sleep(pause)
+            idle += pause
     seconds = time.perf_counter() - started
-    loaded = load.measured(seconds, engine.counts["tokens"] - tokens_before)
-    return LoadResult(seconds, [_served(ticket) for ticket in tickets], seconds - idle, *loaded)
+    served = [_served(ticket) for ticket in tickets]
+    return LoadResult(seconds, served, seconds - idle, seconds, engine.counts["tokens"] - tokens_before)
 
 
 def _served(ticket: Ticket) -> Served:

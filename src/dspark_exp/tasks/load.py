@@ -8,6 +8,7 @@ simulator, which ``pareto`` compares with the engine.
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,17 @@ from dspark_exp.decoding import (
 from dspark_exp.errors import ConfigError
 from dspark_exp.reports.load import write_early_exit, write_load_adaptive, write_pareto, write_staleness
 from dspark_exp.scheduling import AsyncScheduler, CapacityCurve, PrefixScheduler
-from dspark_exp.serving import Arrivals, Engine, LoadResult, SimulatedRequest, drive, simulate
+from dspark_exp.serving import (
+    Arrivals,
+    ClosedLoop,
+    Engine,
+    LoadResult,
+    SimulatedRequest,
+    Stopwatch,
+    drive,
+    serve_in_turns,
+    simulate,
+)
 from dspark_exp.targets import Target
 from dspark_exp.tasks.building import build_batch, build_sampling, load_benchmarks, open_target
 from dspark_exp.tasks.evaluate import requests_of
@@ -41,6 +52,7 @@ from dspark_exp.tasks.trained import Trained, trained_drafter, with_drafter
 log = logging.getLogger(__name__)
 ARMS = ("plain", "mtp1", "fixed", "threshold", "prefix_scheduler", "async_scheduler")
 STALENESS = (1, 2, 3, 4, 6, 8)
+_GOLDEN = (5**0.5 - 1) / 2
 _EXITS = (0.25, 0.5, 1.0)  # accepted draft tokens a round below which a request pauses
 
 
@@ -105,7 +117,7 @@ class Bench:
         by_name = [requests_of(self.job.config, self.target, prompts) for prompts in self.prompts.values()]
         mixed = [r for group in zip(*by_name, strict=False) for r in group]
         return [
-            Request(r.prompt_ids, r.max_new_tokens, r.seed + 1009 * (i // len(mixed)))
+            Request(r.prompt_ids, answer_limit(i, r.max_new_tokens), r.seed + 1009 * (i // len(mixed)))
             for i, r in ((i, mixed[i % len(mixed)]) for i in range(self.num_requests(concurrency)))
         ]
 
@@ -113,8 +125,15 @@ class Bench:
         wanted = self.job.config.load
         return max(wanted.min_requests, wanted.requests_per_user * concurrency)
 
-    def serve(self, arm: Arm, concurrency: int, requests: Sequence[Request]) -> LoadResult:
-        """A load test on a fresh engine, after two requests that warm it up and tell schedulers what drafts bring."""
+    def serve(self, arms: Sequence[Arm], concurrency: int, requests: Sequence[Request]) -> list[LoadResult]:
+        """A load test of every arm, in turns of ``load.slice_s`` seconds; null: one arm after the other."""
+        slice_s = self.job.config.load.slice_s
+        if slice_s is not None:
+            return serve_in_turns([self._loop(arm, concurrency, requests) for arm in arms], slice_s)
+        return [serve_in_turns([self._loop(arm, concurrency, requests)], 1.0)[0] for arm in arms]
+
+    def _loop(self, arm: Arm, concurrency: int, requests: Sequence[Request]) -> tuple[ClosedLoop, Stopwatch]:
+        """On a fresh engine, after two requests that warm it up and tell schedulers what drafts bring."""
         block = arm.drafter.block_size if arm.drafter is not None else 0
         batch = build_batch(
             self.target,
@@ -126,10 +145,11 @@ class Bench:
             arm.calibration,
             arm.early_exit,
         )
-        engine = Engine(batch)
+        clock = Stopwatch()
+        engine = Engine(batch, clock=clock)
         warm_up = [Request(r.prompt_ids, min(24, r.max_new_tokens), r.seed) for r in requests[:2]]
         drive(engine, warm_up, concurrency=2)
-        return drive(engine, requests, concurrency=concurrency)
+        return ClosedLoop(engine, requests, concurrency, clock), clock
 
     def drift(self, concurrency: int) -> float:
         """How much slower rounds are now than when the capacity table was measured."""
@@ -147,7 +167,7 @@ class Bench:
     def simulated(self, arm: Arm, concurrency: int, answers: list[SimulatedRequest]) -> float:
         """Throughput of the same load in the simulator, on the capacity table as it is."""
         result = simulate(
-            [answers[i % len(answers)] for i in range(self.num_requests(concurrency))],
+            [self._cut(answers[i % len(answers)], i) for i in range(self.num_requests(concurrency))],
             self.curve,
             arm.make_policy() if arm.make_policy is not None else None,
             num_rows=concurrency,
@@ -156,6 +176,11 @@ class Bench:
             early_exit=arm.early_exit,
         )
         return result.throughput
+
+    def _cut(self, answer: SimulatedRequest, index: int) -> SimulatedRequest:
+        """As ``requests`` limits it."""
+        limit = answer_limit(index, self.job.config.benchmark.max_new_tokens) - 1  # the last token is no anchor
+        return SimulatedRequest(answer.prompt_tokens, answer.confidence[:limit], answer.accepted[:limit])
 
     def answers(self) -> list[SimulatedRequest]:
         """Recorded outcomes, benchmarks in turn as in ``requests``."""
@@ -170,9 +195,9 @@ class Bench:
             summaries: dict[str, list[dict[str, Any]]] = {arm.name: [] for arm in arms}
             drifts = []
             for turn in range(self.job.config.load.repeats):
-                for place in range(len(arms)):  # another arm goes first every time
-                    arm = arms[(place + turn) % len(arms)]
-                    summaries[arm.name].append(self.serve(arm, concurrency, requests).summary())
+                order = [arms[(place + turn) % len(arms)] for place in range(len(arms))]  # another one goes first
+                for arm, result in zip(order, self.serve(order, concurrency, requests), strict=True):
+                    summaries[arm.name].append(result.summary())
                 drifts += [self.drift(concurrency)] if with_drift else []
             common = {"concurrency": concurrency} | ({"drift": statistics.median(drifts)} if with_drift else {})
             rows += [{"arm": name, **common, **_median(runs)} for name, runs in summaries.items()]
@@ -186,6 +211,15 @@ class Bench:
     @property
     def folder(self) -> Path:
         return report_folder(self.job.config)
+
+
+def answer_limit(index: int, max_new_tokens: int) -> int:
+    """New tokens of the index-th request of a load test: from half of the limit to all of it, evenly spread.
+
+    Answers of one length would keep requests in step where every round gives one token, and nowhere else.
+    """
+    share = 0.5 + 0.5 * ((index * _GOLDEN) % 1)
+    return max(2, math.ceil(share * max_new_tokens))
 
 
 def run_pareto(job: Job) -> Path:

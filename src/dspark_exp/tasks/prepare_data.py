@@ -190,7 +190,16 @@ def compute_of(config: ExperimentConfig, target: Target) -> ComputeFeatures:
     key = short_digest(manifest)
     folder = Path(wanted.dir) if wanted.dir is not None else Path(config.paths.cache) / "features_bounded" / key
     check_manifest(folder / "manifest.json", manifest, "features.dir")
-    return FeatureCache(folder, target.features, int(wanted.max_gb * _GB), DTYPES[wanted.dtype])
+    cache = FeatureCache(folder, target.features, int(wanted.max_gb * _GB), DTYPES[wanted.dtype])
+    if target.pace is None:
+        return cache
+
+    def in_step(input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        features = cache(input_ids, attention_mask)
+        target.catch_up()  # another rank may have found less in the cache
+        return features
+
+    return in_step
 
 
 def _feature_manifest(config: ExperimentConfig, target: Target) -> dict[str, Any]:
