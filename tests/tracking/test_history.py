@@ -17,6 +17,7 @@ from urllib.request import urlopen
 import pytest
 from mlflow import MlflowClient
 
+from dspark_exp.errors import Pruned
 from dspark_exp.tracking import FinishedJob, History, JobTracker, TrackedData, read_curves
 
 TAGS = {"drafter": "dflash", "target": "tiny", "experiment": "depth"}
@@ -147,6 +148,23 @@ def test_a_resumed_job_goes_on_in_its_run_and_its_curves_join(tmp_path: Path) ->
     (run,) = MlflowClient(uri).search_runs([MlflowClient(uri).get_experiment_by_name("drafts").experiment_id])
     assert run.data.metrics["train/loss"] == pytest.approx(0.2)
     assert [step for _, step in sorted(read_curves(folder / "curves"))] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(("error", "status"), [(Pruned([{"step": 2.0, "tau": 1.5}]), "KILLED"), (OSError(), "FAILED")])
+def test_a_trial_that_was_ended_early_is_told_from_one_that_failed(
+    error: Exception, status: str, tmp_path: Path
+) -> None:
+    uri, folder = f"sqlite:///{tmp_path}/runs.db", tmp_path / "dflash-1"
+
+    def train() -> None:
+        with _tracker(uri, folder) as tracker:
+            _train(tracker, range(1, 3))
+            raise error
+
+    with pytest.raises(type(error)):
+        train()
+    (run,) = MlflowClient(uri).search_runs([MlflowClient(uri).get_experiment_by_name("drafts").experiment_id])
+    assert run.info.status == status
 
 
 def test_another_store_gets_a_run_of_its_own(tmp_path: Path) -> None:
