@@ -240,10 +240,6 @@ def test_closed_and_open_loops_serve_everything(target: Target) -> None:
     summary = closed.summary()
     assert summary["tokens_per_round"] >= 1
     assert summary["drafted_share"] == 1
-    assert sum(s.tokens for s in closed.served) > closed.loaded_tokens > 0
-    assert closed.loaded_s < closed.seconds
-    few = drive(_engine(target), requests[:2], concurrency=3)  # no user has a second request: the whole test
-    assert (few.loaded_s, few.loaded_tokens) == (few.seconds, sum(s.tokens for s in few.served))
     times = Arrivals(500.0).times(20, seed=0)
     assert len(drive(_engine(target), requests, arrivals=times.tolist()).served) == 20
     with pytest.raises(ConfigError, match="either"):
@@ -276,7 +272,6 @@ def test_loops_in_turns_serve_what_they_serve_alone_and_count_their_own_time(tar
     assert slow.seconds - quick.seconds > 0.02 * max(s.rounds for s in slow.served)  # its pauses are its own
     assert quick.seconds + slow.seconds == pytest.approx(total, rel=0.1)
     for result in (quick, slow):
-        assert 0 < result.loaded_s < result.seconds
         assert all(0 < s.first_token_s <= result.seconds for s in result.served)
 
 

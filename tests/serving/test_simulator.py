@@ -41,21 +41,6 @@ def test_users_share_rounds_and_rows_are_a_limit() -> None:
     assert in_turn.seconds == pytest.approx(4 * 6.0)
 
 
-def test_throughput_is_that_of_all_users_together() -> None:
-    """A and B enter (1 s), B's answer ends after 2 rounds (3 s). C enters (1 s); A ends after 3 more rounds, D enters,
-    and C ends 2 rounds later, when no request is left for its user: from 3 s to 10 s. D then runs alone.
-    """
-    requests = [_request([0] * length) for length in (5, 2, 5, 4)]
-    result = simulate(requests, FLAT, None, num_rows=2, concurrency=2)
-    assert (result.loaded_s, result.seconds) == (pytest.approx(7.0), pytest.approx(12.0))
-    assert result.loaded_tokens == 3 + 6 + 3  # of A, of C, and D's first and two more
-    assert result.throughput == pytest.approx(12 / 7)
-    in_step = simulate([_request([0] * 5)] * 4, FLAT, None, num_rows=2, concurrency=2)
-    assert (in_step.loaded_s, in_step.loaded_tokens) == (pytest.approx(6.0), 12)  # the second pair
-    few = simulate(requests[:3], FLAT, None, num_rows=2, concurrency=2)
-    assert (few.loaded_s, few.loaded_tokens) == (few.seconds, 6 + 3 + 6)
-
-
 def test_open_loop_waits_for_arrivals() -> None:
     result = simulate([_request([0, 0])] * 2, FLAT, Full(), num_rows=4, arrivals=[0.0, 100.0])
     assert result.seconds == pytest.approx(103.0)

@@ -131,9 +131,9 @@ def _pareto_text(results: dict[str, Any]) -> str:
     parts = [
         f"# Throughput against speed of each user, {results['drafter']} on {results['target']}",
         "Closed loop on the real engine: so many users, each sends its next request when the last has ended; answers "
-        "from half of the token limit to all of it. Counted from the first answer's end while all users have a request "
-        "in flight. Arms take turns of `load.slice_s` seconds, so that the machine's drift reaches all alike. Medians "
-        "of repeated runs; brackets: lowest and highest run.",
+        "from half of the token limit to all of it. All tokens over all seconds, the end included, when the last "
+        "answers run out one by one. Arms take turns of `load.slice_s` seconds, so that the machine's drift reaches "
+        "all alike. Medians of repeated runs; brackets: lowest and highest run.",
         "![Pareto](pareto.png)",
         "## Tokens per second, all users",
         _grid(rows, lambda row: f"{row['throughput']:.0f} [{row['throughput_low']:.0f}, {row['throughput_high']:.0f}]"),
@@ -240,7 +240,7 @@ def write_load_adaptive(folder: Path, results: dict[str, Any]) -> Path:
         f"# Verification that follows the load, {results['drafter']} on {results['target']}",
         "![Load](load_adaptive.png)",
         f"The asynchronous scheduler verifies {ours[0]['verified_per_round']:.1f} draft tokens a request with "
-        f"{ours[0]['concurrency']} users and {ours[-1]['verified_per_round']:.1f} with {ours[-1]['concurrency']}; it "
+        f"{_users(ours[0])} and {ours[-1]['verified_per_round']:.1f} with {_users(ours[-1])}; it "
         f"drafts in {100 * ours[0]['drafted_share']:.0f} % and {100 * ours[-1]['drafted_share']:.0f} % of rounds. "
         "(The paper: 4 to 6 tokens at moderate load, fewer as load rises.)",
         "## Tokens per second, all users",
@@ -252,6 +252,10 @@ def write_load_adaptive(folder: Path, results: dict[str, Any]) -> Path:
     return write_report(folder, results, "\n\n".join(parts) + "\n", results["rows"])
 
 
+def _users(row: dict[str, Any]) -> str:
+    return f"{row['concurrency']} user{'s' * (row['concurrency'] > 1)}"
+
+
 def write_early_exit(folder: Path, results: dict[str, Any]) -> Path:
     """``reports/early_exit/<target>/``."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -261,7 +265,10 @@ def write_early_exit(folder: Path, results: dict[str, Any]) -> Path:
     lines = []
     for name, row in here.items():
         base = here.get(name.split(",")[0])
-        gain = "-" if base is None or base is row else f"{100 * (row['throughput'] / base['throughput'] - 1):+.1f} %"
+        gain = "-"
+        if base is not None and base is not row:
+            ratio, spread = _paired(row["runs"], base["runs"])
+            gain = f"{100 * (ratio - 1):+.1f} ± {100 * spread:.1f} %"
         lines.append(
             [
                 name,
@@ -282,7 +289,7 @@ def write_early_exit(folder: Path, results: dict[str, Any]) -> Path:
     axis.spines[["top", "right"]].set_visible(False)
     save_figure(figure, folder / "early_exit.png")
     gains = [
-        (row["throughput"] / here[name.split(",")[0]]["throughput"] - 1, name)
+        (_paired(row["runs"], here[name.split(",")[0]]["runs"])[0] - 1, name)
         for name, row in here.items()
         if "," in name
     ]

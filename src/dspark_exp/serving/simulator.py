@@ -17,7 +17,7 @@ import numpy as np
 from dspark_exp.decoding import EarlyExit, Round, VerificationPolicy
 from dspark_exp.scheduling import CapacityCurve
 from dspark_exp.serving.engine import MAX_PREFILL_TOKENS, num_entering
-from dspark_exp.serving.traffic import FullLoad, LoadResult, Served
+from dspark_exp.serving.traffic import LoadResult, Served
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,7 @@ def simulate(
     if policy is not None:
         policy.start()
     rows = num_rows if concurrency is None else min(num_rows, concurrency)
-    users = 0 if concurrency is None else min(rows, len(requests))
     clock, busy = 0.0, 0.0
-    load = FullLoad(users, len(requests))
     active, served = list[_Flight](), list[Served]()
     while waiting or active:
         arrived = takewhile(lambda flight: flight.submitted_at <= clock, waiting)  # noqa: B023 - read at once
@@ -88,8 +86,7 @@ def simulate(
         clock, busy = clock + seconds, busy + seconds
         served += [_served(f, clock) for f in active if f.position >= len(f.request.accepted)]
         active = [f for f in active if f.position < len(f.request.accepted)]
-        load.look(len(served), clock, sum(s.tokens for s in served) + sum(1 + f.position for f in active))
-    return LoadResult(clock, served, busy, *load.measured(clock, sum(s.tokens for s in served)))
+    return LoadResult(clock, served, busy)
 
 
 def _round(

@@ -73,52 +73,18 @@ class Served:
     tokens_per_s: float
 
 
-@dataclass
-class FullLoad:
-    """The part of a closed loop that throughput is counted over: all users are there, and not all of them just came.
-
-    From the end of the first answer until a user has no next request. The start, when all prompts come at once, and
-    the end, when the last answers run out one by one, weigh differently on arms that keep requests in step and on those
-    that do not. Of an open loop (no users), or without two requests a user: the whole test.
-    """
-
-    users: int
-    num_requests: int
-    _start: tuple[float, int] | None = None
-    _end: tuple[float, int] | None = None
-
-    def look(self, num_ended: int, seconds: float, tokens: int) -> None:
-        """After every round: answers that ended until now, seconds and tokens since the start of the test."""
-        if self._start is None and num_ended:
-            self._start = seconds, tokens
-        if self._end is None and self.num_requests - num_ended < self.users:
-            self._end = seconds, tokens
-
-    def measured(self, seconds: float, tokens: int) -> tuple[float, int]:
-        """Seconds and tokens of that part, given those of the whole test."""
-        if not self.users or self.num_requests < 2 * self.users or self._start is None or self._end is None:
-            return seconds, tokens
-        return self._end[0] - self._start[0], self._end[1] - self._start[1]
-
-
 @dataclass(frozen=True)
 class LoadResult:
-    """A load test: everything that was served in ``seconds``, of which the engine worked ``busy_s``.
-
-    Attributes:
-        loaded_s, loaded_tokens: see ``FullLoad``.
-    """
+    """A load test: everything that was served in ``seconds``, of which the engine worked ``busy_s``."""
 
     seconds: float
     served: list[Served]
     busy_s: float
-    loaded_s: float
-    loaded_tokens: int
 
     @property
     def throughput(self) -> float:
-        """Tokens a second, all users together, while all of them are there."""
-        return self.loaded_tokens / max(self.loaded_s, 1e-9)
+        """Tokens a second, all users together."""
+        return sum(s.tokens for s in self.served) / max(self.seconds, 1e-9)
 
     def summary(self) -> dict[str, Any]:
         """Figures of the test; speeds of users as median and 10 % quantile."""
@@ -126,6 +92,7 @@ class LoadResult:
         rounds = sum(s.rounds for s in self.served)
         return {
             "requests": len(self.served),
+            "tokens": sum(s.tokens for s in self.served),
             "seconds": self.seconds,
             "throughput": self.throughput,
             "tokens_per_s_per_user": statistics.median(speeds) if speeds else 0.0,
@@ -165,7 +132,6 @@ class ClosedLoop:
     def __init__(self, engine: Engine, requests: Sequence[Request], concurrency: int, clock: Clock) -> None:
         self._engine, self._waiting, self._clock = engine, list(requests)[::-1], clock
         self._users = min(concurrency, len(requests))
-        self._load = FullLoad(self._users, len(requests))
         self._total = sum(r.max_new_tokens for r in requests)
         self._started, self._tokens_before = clock(), engine.counts["tokens"]
         self._tickets: list[Ticket] = []
@@ -173,17 +139,12 @@ class ClosedLoop:
     @property
     def progress(self) -> float:
         """From 0 to 1, which is not reached where answers end before their limit."""
-        return self._tokens / max(1, self._total)
-
-    @property
-    def _tokens(self) -> int:
-        return self._engine.counts["tokens"] - self._tokens_before
+        return (self._engine.counts["tokens"] - self._tokens_before) / max(1, self._total)
 
     def step(self) -> bool:
         """Requests in, one round. False = everything has ended."""
         engine = self._engine
         in_flight = engine.num_running + engine.num_waiting
-        self._load.look(len(self._tickets) - in_flight, self._clock() - self._started, self._tokens)
         for _ in range(min(len(self._waiting), self._users - in_flight)):
             self._tickets.append(engine.submit(self._waiting.pop()))
         return engine.step()
@@ -191,8 +152,7 @@ class ClosedLoop:
     def result(self) -> LoadResult:
         """After the last step."""
         seconds = self._clock() - self._started
-        loaded = self._load.measured(seconds, self._tokens)
-        return LoadResult(seconds, [_served(ticket) for ticket in self._tickets], seconds, *loaded)
+        return LoadResult(seconds, [_served(ticket) for ticket in self._tickets], seconds)
 
 
 def serve_in_turns(loops: Sequence[tuple[ClosedLoop, Stopwatch]], slice_s: float) -> list[LoadResult]:
@@ -238,7 +198,6 @@ def drive(
 def _open_loop(engine: Engine, requests: Sequence[Request], arrivals: Sequence[float]) -> LoadResult:
     waiting, times = list(requests)[::-1], list(arrivals)[::-1]
     tickets: list[Ticket] = []
-    tokens_before = engine.counts["tokens"]
     started, idle = time.perf_counter(), 0.0
     while True:
         while waiting and time.perf_counter() - started >= times[-1]:
@@ -251,8 +210,7 @@ def _open_loop(engine: Engine, requests: Sequence[Request], arrivals: Sequence[f
             time.sleep(pause)
             idle += pause
     seconds = time.perf_counter() - started
-    served = [_served(ticket) for ticket in tickets]
-    return LoadResult(seconds, served, seconds - idle, seconds, engine.counts["tokens"] - tokens_before)
+    return LoadResult(seconds, [_served(ticket) for ticket in tickets], seconds - idle)
 
 
 def _served(ticket: Ticket) -> Served:
