@@ -14,7 +14,6 @@ import numpy as np
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from matplotlib.ticker import ScalarFormatter
 
 from dspark_exp.reports.figures import save_figure
 from dspark_exp.reports.files import write_report
@@ -226,7 +225,8 @@ def write_load_adaptive(folder: Path, results: dict[str, Any]) -> Path:
         axes, ("tokens per second, all users", "verified draft tokens a request and round"), strict=True
     ):
         axis.set_xscale("log", base=2)
-        axis.xaxis.set_major_formatter(ScalarFormatter())
+        users = sorted({row["concurrency"] for row in results["rows"]})
+        axis.set_xticks(users, [str(count) for count in users], minor=False)
         axis.set_xlabel("users")
         axis.set_ylabel(label)
         axis.set_ylim(0)
