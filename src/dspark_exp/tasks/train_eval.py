@@ -231,26 +231,8 @@ def _train(
     best = ModelCheckpoint(folder, "best", monitor="val/tau", mode="max", enable_version_counter=False)
     newest = ModelCheckpoint(folder, "last", enable_version_counter=False)  # after every validation, to resume from
     wait = DataWait()
-    trainer = L.Trainer(
-        max_steps=wanted.max_steps,
-        max_epochs=1,  # one epoch is the whole run: the sampler counts steps
-        accumulate_grad_batches=wanted.accumulate,
-        precision=precision_of(config),  # type: ignore[arg-type]
-        accelerator=wanted.accelerator,
-        devices=devices_of(config),
-        num_nodes=wanted.num_nodes,
-        strategy=_strategy(config, module),
-        val_check_interval=min(wanted.validate_every_steps, wanted.max_steps) * wanted.accumulate,
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-        log_every_n_steps=wanted.log_every_steps,
-        logger=tracker.loggers,
-        callbacks=[best, newest, wait, DraftDiagnostics(module.drafter.block_size), *callbacks],
-        use_distributed_sampler=False,
-        enable_model_summary=False,
-        enable_progress_bar=any(isinstance(callback, RichProgressBar) for callback in callbacks),
-        default_root_dir=job.folder,
-    )
+    callbacks = [best, newest, wait, DraftDiagnostics(module.drafter.block_size), *callbacks]
+    trainer = _trainer(job, module, tracker, callbacks)
     started = time.perf_counter()
     last = folder / "last.ckpt"
     trainer.fit(module, data, ckpt_path=last if last.exists() else None, weights_only=True)
@@ -268,6 +250,30 @@ def _train(
         "trainable_parameters": sum(p.numel() for p in module.drafter.parameters() if p.requires_grad),
     }
     return training, drafter
+
+
+def _trainer(job: Job, module: DrafterModule, tracker: JobTracker, callbacks: list[L.Callback]) -> L.Trainer:
+    config, wanted = job.config, job.config.trainer
+    return L.Trainer(
+        max_steps=wanted.max_steps,
+        max_epochs=1,  # one epoch is the whole run: the sampler counts steps
+        accumulate_grad_batches=wanted.accumulate,
+        precision=precision_of(config),  # type: ignore[arg-type]
+        accelerator=wanted.accelerator,
+        devices=devices_of(config),
+        num_nodes=wanted.num_nodes,
+        strategy=_strategy(config, module),
+        val_check_interval=min(wanted.validate_every_steps, wanted.max_steps) * wanted.accumulate,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        log_every_n_steps=wanted.log_every_steps,
+        logger=tracker.loggers,
+        callbacks=callbacks,
+        use_distributed_sampler=False,
+        enable_model_summary=False,
+        enable_progress_bar=any(isinstance(callback, RichProgressBar) for callback in callbacks),
+        default_root_dir=job.folder,
+    )
 
 
 def _strategy(config: ExperimentConfig, module: DrafterModule) -> str | Strategy:
