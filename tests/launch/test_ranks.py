@@ -118,7 +118,9 @@ def test_a_sharded_drafter_and_a_sharded_target_train_and_decode_as_whole_ones(
         found[outputs] = state, json.loads(next(tmp_path.glob(f"{outputs}/**/results.json")).read_text())
     assert found["parts"][0].keys() == found["whole"][0].keys()
     for name, tensor in found["whole"][0].items():
-        torch.testing.assert_close(found["parts"][0][name], tensor, atol=1e-5, rtol=1e-4, msg=name)
+        torch.testing.assert_close(
+            found["parts"][0][name], tensor, atol=1e-4, rtol=1e-3, msg=lambda text, n=name: f"{n}: {text}"
+        )
     curves = [results["training"]["learning_curve"] for _, results in found.values()]
     for whole, parts in zip(*curves, strict=True):
         assert parts["tau"] == pytest.approx(whole["tau"], rel=0.05)

@@ -201,7 +201,7 @@ def test_a_thousand_requests_are_scheduled_within_a_millisecond() -> None:
         lambda: scheduler.lengths(confidence, 1024, 15),
     ):
         times = []
-        for _ in range(15):
+        for _ in range(100):
             started = time.perf_counter()
             work()
             times.append(time.perf_counter() - started)

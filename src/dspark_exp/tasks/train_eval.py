@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, RichProgressBar
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 
 from dspark_exp.calibration import Calibration
@@ -271,7 +271,7 @@ def _trainer(job: Job, module: DrafterModule, tracker: JobTracker, callbacks: li
         callbacks=callbacks,
         use_distributed_sampler=False,
         enable_model_summary=False,
-        enable_progress_bar=any(isinstance(callback, RichProgressBar) for callback in callbacks),
+        enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
         default_root_dir=job.folder,
     )
 
