@@ -21,7 +21,7 @@ from dspark_exp.decoding import Request, Sampling, SpeculativeLoop
 from dspark_exp.launch import barrier, before_meeting, gathered, locked_together, num_ranks, rank, share
 from dspark_exp.launch.ranks import join_ranks, leave_ranks
 from dspark_exp.objectives import BlockObjective, TrainingTimeTestObjective
-from dspark_exp.targets import shard_over_ranks
+from dspark_exp.targets import rank_mesh, shard_over_ranks
 from dspark_exp.tasks.building import open_target
 from dspark_exp.tasks.evaluate import on_all_ranks
 from dspark_exp.tasks.regenerate import read_records, regenerate
@@ -117,7 +117,7 @@ def sharded_decoding_equals_one_process() -> None:
 def a_sharded_target_equals_a_whole_one() -> None:
     """Each rank holds half of every layer, decodes another number of requests, and gets what it gets alone."""
     whole = random_target()
-    sharded = shard_over_ranks(random_target(), "cpu")
+    sharded = shard_over_ranks(random_target(), rank_mesh("cpu"))
     before_meeting(sharded.catch_up)
     held = sum(p.to_local().numel() for p in sharded.body.layers.parameters())
     total = sum(p.numel() for p in whole.body.layers.parameters())

@@ -209,11 +209,11 @@ def write_load_adaptive(folder: Path, results: dict[str, Any]) -> Path:
     """``reports/load_adaptive/<target>/``."""
     folder.mkdir(parents=True, exist_ok=True)
     figure, axes = plt.subplots(1, 2, figsize=(10.5, 4))
+    users = sorted({row["concurrency"] for row in results["rows"]})
     for arm, rows in _by_arm(results["rows"]).items():
-        users = [row["concurrency"] for row in rows]
         for axis, key in zip(axes, ("throughput", "verified_per_round"), strict=True):
             axis.plot(
-                users,
+                [row["concurrency"] for row in rows],
                 [row[key] for row in rows],
                 color=_color(arm),
                 marker=MARKERS.get(arm, "x"),
@@ -225,7 +225,6 @@ def write_load_adaptive(folder: Path, results: dict[str, Any]) -> Path:
         axes, ("tokens per second, all users", "verified draft tokens a request and round"), strict=True
     ):
         axis.set_xscale("log", base=2)
-        users = sorted({row["concurrency"] for row in results["rows"]})
         axis.set_xticks(users, [str(count) for count in users], minor=False)
         axis.set_xlabel("users")
         axis.set_ylabel(label)
@@ -262,13 +261,14 @@ def write_early_exit(folder: Path, results: dict[str, Any]) -> Path:
     rows = results["rows"]
     users = max(row["concurrency"] for row in rows)
     here = {row["arm"]: row for row in rows if row["concurrency"] == users}
-    lines = []
+    lines, gains = [], list[tuple[float, str]]()
     for name, row in here.items():
         base = here.get(name.split(",")[0])
         gain = "-"
         if base is not None and base is not row:
             ratio, spread = _paired(row["runs"], base["runs"])
             gain = f"{100 * (ratio - 1):+.1f} ± {100 * spread:.1f} %"
+            gains.append((ratio - 1, name))
         lines.append(
             [
                 name,
@@ -288,11 +288,6 @@ def write_early_exit(folder: Path, results: dict[str, Any]) -> Path:
     axis.set_xlabel(f"tokens per second, {users} users")
     axis.spines[["top", "right"]].set_visible(False)
     save_figure(figure, folder / "early_exit.png")
-    gains = [
-        (_paired(row["runs"], here[name.split(",")[0]]["runs"])[0] - 1, name)
-        for name, row in here.items()
-        if "," in name
-    ]
     best, which = max(gains)
     parts = [
         f"# Difficulty-aware drafting, {results['drafter']} on {results['target']}",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,16 +22,8 @@ from dspark_exp.hashing import file_digest, short_digest
 from dspark_exp.targets import ragged
 from dspark_exp.targets.families import read_architecture, text_body
 from dspark_exp.targets.layers import resolve_layer_ids
+from dspark_exp.targets.pace import Pace
 from dspark_exp.targets.vocabulary import VocabSpec, read_vocabulary, stop_ids_of
-
-
-class Pace(Protocol):
-    """What a sharded target asks before a pass."""
-
-    def announce(self) -> None: ...
-
-    def others_go_on(self) -> bool: ...
-
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ragged.register()

@@ -67,14 +67,13 @@ def _sharded(load: Callable[[], Target], device: str) -> Target:
             "target.shard=fsdp spreads the target over the ranks of a training job: set trainer.devices (or "
             "trainer.num_nodes) above 1, or target.shard=null. Other tasks run in one process, which needs all of it."
         )
-    rank_mesh(device)
-    target = None
+    mesh, target = rank_mesh(device), None
     for turn in range(num_ranks()):
         if turn == rank():
             target = load()
             if turn == 0:
                 check_target(target)
-            target = shard_over_ranks(target, device)
+            target = shard_over_ranks(target, mesh)
         barrier()
     assert target is not None
     before_meeting(target.catch_up)
@@ -105,6 +104,11 @@ def devices_of(config: ExperimentConfig) -> int:
     if on_gpu and wanted > torch.cuda.device_count():
         raise ConfigError(f"trainer.devices={wanted}: this machine has {torch.cuda.device_count()} GPUs.")
     return wanted
+
+
+def ranks_of(config: ExperimentConfig) -> int:
+    """Ranks of a job, over all machines."""
+    return devices_of(config) * config.trainer.num_nodes
 
 
 def precision_of(config: ExperimentConfig) -> str:

@@ -36,7 +36,7 @@ from dspark_exp.targets import (
     resolve_layer_ids,
     target_of,
 )
-from dspark_exp.tasks.building import build_drafter, device_of, devices_of, precision_of
+from dspark_exp.tasks.building import build_drafter, device_of, precision_of, ranks_of
 from dspark_exp.tasks.prepare_data import conversations_of
 
 _GB = 1e9
@@ -210,23 +210,19 @@ def _target_bytes(config: ExperimentConfig, target: Target) -> float:
     whole, layers = parameters(target.model), parameters(target.body.layers)
     held: float = whole
     if config.target.shard is not None:
-        held = whole - layers + layers / _num_ranks(config) + 2 * layers / len(target.body.layers)
+        held = whole - layers + layers / ranks_of(config) + 2 * layers / len(target.body.layers)
     return held * _itemsize(config.target.dtype)
 
 
 def _drafter_bytes(config: ExperimentConfig, drafter: nn.Module) -> float:
     """Weights, gradients and two moments in float32. Sharded: a share of them; beside it what a step gathers (a layer
     and what is outside of layers, with its gradients), or, while drafting, the weights of all."""
-    whole, ranks = parameters(drafter), _num_ranks(config)
+    whole, ranks = parameters(drafter), ranks_of(config)
     if config.trainer.strategy != "fsdp" or ranks == 1:
         return 16 * whole
     alone = [parameters(layer) for layer in drafter.layers_alone()]  # type: ignore[operator]
     gathered = whole - sum(alone) + max(alone, default=0)
     return 16 * whole / ranks + max(8 * gathered, 4 * whole)
-
-
-def _num_ranks(config: ExperimentConfig) -> int:
-    return devices_of(config) * config.trainer.num_nodes
 
 
 def _slots(config: ExperimentConfig, drafter: nn.Module, rows: Rows) -> float:
@@ -258,7 +254,7 @@ def _train_flops(config: ExperimentConfig, target: Target, drafter: nn.Module, r
         kept = min(1.0, (config.features.max_gb or stored) / max(stored, 1e-9))
         seen = rows.count + round((1 - kept) * max(0, passes["online"] - rows.count))
     if mode == "stored":
-        seen = -(-seen // _num_ranks(config))  # ranks share the shards
+        seen = -(-seen // ranks_of(config))  # ranks share the shards
     return batches * per_batch + 2 * parameters(target.model) * seen * rows.mean_tokens
 
 

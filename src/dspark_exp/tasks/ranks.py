@@ -22,7 +22,7 @@ from dspark_exp.launch import multi_node_commands, run_on_ranks
 from dspark_exp.launch.ranks import join_ranks, leave_ranks
 from dspark_exp.launch.torchrun import FAILURE
 from dspark_exp.quiet import quiet_libraries
-from dspark_exp.tasks.building import devices_of
+from dspark_exp.tasks.building import devices_of, ranks_of
 from dspark_exp.tasks.pruning import check_not_pruned, pruning_of
 from dspark_exp.tasks.train_eval import Job, finished_results, prepare_folder, train_eval
 
@@ -39,9 +39,9 @@ def train_on_devices(job: Job) -> dict[str, Any]:
         Pruned: a search ended the job early.
     """
     config = job.config
-    processes = devices_of(config)
-    if processes * config.trainer.num_nodes == 1:
+    if ranks_of(config) == 1:
         return train_eval(job)
+    processes = devices_of(config)
     known = finished_results(job)
     if known is not None:
         return known

@@ -62,7 +62,7 @@ class SweepReport(Callback):
         os.environ[RECORDS_VARIABLE] = str(records.absolute())
         axes = swept_options(config)
         about = {"num_jobs": math.prod(axes.values()), "swept": list(axes), "started": time.time()}
-        about["search"] = "n_trials" in config.hydra.sweeper
+        about["search"] = _is_search(config)
         write_json(records / ABOUT, about)
         if config.sweep.shared_target and not about["search"]:
             write_json(records / _JOBS, _jobs_of(config))
@@ -95,7 +95,7 @@ class SweepReport(Callback):
 def _write_report(config: DictConfig, folder: Path, jobs: list[dict[str, Any]], missing: list[dict[str, str]]) -> None:
     finished = [job for job in jobs if job["status"] == "finished"]
     results = [json.loads(Path(job["results"]).read_text()) for job in finished]
-    if "n_trials" in config.hydra.sweeper:
+    if _is_search(config):
         found_at = {job["results"]: found for job, found in zip(finished, results, strict=True)}
         trials = [
             trial(number, job["options"], job["curve"], found_at.get(job.get("results")))
@@ -113,9 +113,14 @@ def _write_report(config: DictConfig, folder: Path, jobs: list[dict[str, Any]], 
     print_sweep(build_sweep_report(folder, str(config.experiment), about, results, options, missing))
 
 
+def _is_search(config: DictConfig) -> bool:
+    """Whether the sweeper draws values as it goes; a grid is known before it starts."""
+    return "n_trials" in config.hydra.sweeper
+
+
 def swept_options(config: DictConfig) -> dict[str, int]:
     """Number of values of every swept option, of a sweep file or of the command line; their product is the jobs."""
-    if "n_trials" in config.hydra.sweeper:  # a search draws values as it goes
+    if _is_search(config):
         params = config.hydra.sweeper.params
         return {**dict.fromkeys(params, 1), next(iter(params)): int(config.hydra.sweeper.n_trials)}
     return {

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from dspark_exp.config import validated
 from dspark_exp.errors import ConfigError
 from dspark_exp.hashing import short_digest
-from dspark_exp.tasks.building import devices_of, open_target
+from dspark_exp.tasks.building import open_target, ranks_of
 from dspark_exp.tasks.prepare_data import compute_of
 from dspark_exp.tasks.train_eval import Company, Job, finished_results, train_eval
 from dspark_exp.training import SharedFeatures, TakeTurns, Turns
@@ -84,7 +84,7 @@ def _check(job: Job, jobs_path: Path) -> None:
             "sweep.shared_target=true shares target passes during training, and features=stored makes none: all jobs "
             "read one store. Choose features=online or features=bounded, or leave it out."
         )
-    if devices_of(config) * config.trainer.num_nodes > 1:
+    if ranks_of(config) > 1:
         raise ConfigError("sweep.shared_target=true trains on one device; set trainer.devices=1 or leave it out.")
 
 

@@ -33,6 +33,7 @@ from dspark_exp.tasks.building import (
     load_benchmarks,
     open_target,
     precision_of,
+    ranks_of,
 )
 from dspark_exp.tasks.calibrate import calibrate, calibration_options
 from dspark_exp.tasks.checkpoints import load_drafter, store_calibration
@@ -135,7 +136,7 @@ def prepare_folder(job: Job) -> None:
 
 
 def _check_ranks(config: ExperimentConfig) -> None:
-    wanted = devices_of(config) * config.trainer.num_nodes
+    wanted = ranks_of(config)
     if wanted != num_ranks():
         raise ConfigError(
             f"trainer.devices={config.trainer.devices} on {config.trainer.num_nodes} node(s) needs {wanted} ranks, but "
