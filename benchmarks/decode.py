@@ -34,7 +34,7 @@ from dspark_exp.interop import read_config, read_drafter
 from dspark_exp.onednn import pack_linears
 from dspark_exp.scheduling import CapacityCurve, PrefixScheduler, Rounds
 from dspark_exp.targets import RaggedKVCache, Target, load_target, location_of
-from dspark_exp.tasks.profile_capacity import round_seconds
+from dspark_exp.tasks.round_times import round_seconds
 from measure import report
 
 BATCHES = (1, 4, 16, 32, 64)

@@ -12,7 +12,17 @@ import torch
 from scipy.stats import chisquare
 
 from dspark_exp.calibration import Calibration
-from dspark_exp.decoding import DecodingBatch, EarlyExit, Fixed, Full, Request, Sampling, SpeculativeLoop, Threshold
+from dspark_exp.decoding import (
+    DecodingBatch,
+    EarlyExit,
+    Fixed,
+    Full,
+    Request,
+    Rotation,
+    Sampling,
+    SpeculativeLoop,
+    Threshold,
+)
 from dspark_exp.decoding import batch as batch_module
 from dspark_exp.decoding.requests import shared_prefills
 from dspark_exp.drafters import BlockDrafter
@@ -249,8 +259,8 @@ class _Retrospective:
 
     def start(self) -> None: ...
 
-    def drafts(self, num_requests: int) -> bool:
-        return True
+    def num_drafting(self, num_requests: int) -> int:
+        return num_requests
 
     def lengths(self, confidence_RG: np.ndarray, num_requests: int, block_size: int) -> np.ndarray:
         survival = survivals(confidence_RG).astype(float)
@@ -271,7 +281,7 @@ SCHEDULERS = {
         ),
         1,
         probe_every=2,
-    ),
+    ),  # and drafts for one request at a time
 }
 
 
@@ -374,3 +384,9 @@ def test_features_do_not_pile_up_where_nothing_is_drafted(target: Target, monkey
     for progress in batch.active.values():
         wanted = _plain_greedy(endless, PROMPTS[progress.index], 30)
         assert progress.generation.token_ids == wanted
+
+
+def test_where_some_draft_each_has_its_turn() -> None:
+    rotation = Rotation()
+    assert [rotation.choose(count, 3) for count in (2, 2, 1, 3, 0)] == [[0, 1], [0, 2], [1], [0, 1, 2], []]
+    assert rotation.choose(1, 2) == [0]

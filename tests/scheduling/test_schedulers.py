@@ -66,9 +66,9 @@ def test_a_step_in_the_curve_traps_the_early_stop_and_not_the_asynchronous_searc
     trapped = greedy_prefix(survival, curve)
     assert trapped.sum() == 1
     scheduler = AsyncScheduler(curve, staleness=1)
-    scheduler.drafts(2)
+    scheduler.num_drafting(2)
     scheduler.lengths(confidence, 2, 3)  # the round whose confidences the next one goes by
-    scheduler.drafts(2)
+    scheduler.num_drafting(2)
     free = scheduler.lengths(confidence, 2, 3)
     assert free.tolist() == [3, 3]
     assert _throughput(survival, free, curve) == pytest.approx(_brute_force(survival, curve))
@@ -120,7 +120,7 @@ def test_capacity_follows_confidences_as_old_as_it_says() -> None:
     scheduler = AsyncScheduler(curve, staleness=3, margin=0.0)
     seen = []
     for confidence in (high, low, low, low, low, high, high, high, high):
-        scheduler.drafts(4)
+        scheduler.num_drafting(4)
         seen.append(int(scheduler.lengths(confidence, 4, 5).sum()))
     fresh = [int(greedy_prefix(survivals(c), curve).sum()) for c in (high, low)]
     assert seen[:4] == [20, fresh[0], fresh[0], fresh[0]]  # no history: everything; then by the first round
@@ -145,7 +145,7 @@ def test_a_margin_prefers_whole_blocks_where_the_curve_hardly_tells_them_apart()
     for margin in (0.0, 0.05):
         scheduler = AsyncScheduler(flat, staleness=1, margin=margin)
         for _ in range(3):
-            scheduler.drafts(2)
+            scheduler.num_drafting(2)
             lengths[margin] = scheduler.lengths(np.array([[0.9, 0.8, 0.7]] * 2), 2, 3)
     assert lengths[0.0].sum() < lengths[0.05].sum() == 6
 
@@ -162,14 +162,14 @@ def test_capacity_follows_the_number_of_requests() -> None:
 def test_a_round_that_does_not_pay_is_not_drafted_but_probed_in_time() -> None:
     curve = _smooth(draft_s=3.0)
     scheduler = AsyncScheduler(curve, staleness=1, probe_every=10)
-    assert scheduler.drafts(4)
+    assert scheduler.num_drafting(4) == 4
     scheduler.lengths(np.full((4, 5), 0.02), 4, 5)
-    pauses = "".join("D" if scheduler.drafts(4) else "." for _ in range(30))
-    assert pauses == ".D....D..........D..........D."  # 1, 4, 10, 10 rounds without a draft: probe_every = 10
-    for _ in range(60):
-        if scheduler.drafts(4):
-            scheduler.lengths(np.full((4, 5), 0.99), 4, 5)
-    assert all(scheduler.drafts(4) for _ in range(4))
+    pauses = "".join(str(scheduler.num_drafting(4)) for _ in range(30))
+    assert pauses == "010000100000000001000000000010"  # 1, 4, 10, 10 rounds without a draft: probe_every = 10
+    for _ in range(100):
+        if drafting := scheduler.num_drafting(4):
+            scheduler.lengths(np.full((drafting, 5), 0.99), drafting, 5)
+    assert all(scheduler.num_drafting(4) == 4 for _ in range(4))
 
 
 def test_a_pause_ends_when_the_load_becomes_one_for_which_drafting_pays() -> None:
@@ -177,11 +177,11 @@ def test_a_pause_ends_when_the_load_becomes_one_for_which_drafting_pays() -> Non
         np.array([1.0, 16.0]), np.array([0.0, 5.0]), np.array([[1.1, 1.2], [9.0, 9.0]]), np.array([1.0, 1.0])
     )
     scheduler = AsyncScheduler(CapacityCurve(np.array([1.0, 96.0]), np.array([1.0, 1.0]), rounds), staleness=1)
-    assert scheduler.drafts(16)
+    assert scheduler.num_drafting(16) == 16
     scheduler.lengths(np.full((16, 5), 0.6), 16, 5)
-    paused = [scheduler.drafts(16) for _ in range(12)]
-    assert paused == [False, True, *[False] * 4, True, *[False] * 5]
-    assert scheduler.drafts(1)
+    paused = [scheduler.num_drafting(16) for _ in range(12)]
+    assert paused == [0, 1, *[0] * 4, 1, *[0] * 5]
+    assert scheduler.num_drafting(1) == 1
 
 
 @pytest.mark.parametrize("staleness", [0, -1])

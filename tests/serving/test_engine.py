@@ -265,8 +265,10 @@ def test_loops_in_turns_serve_what_they_serve_alone_and_count_their_own_time(tar
     serve_in_turns([alone], slice_s=100.0)
     loops = [loop(0.0), loop(0.02)]
     started = time.perf_counter()
-    quick, slow = serve_in_turns(loops, slice_s=0.02)
+    gaps: list[float] = []
+    quick, slow = serve_in_turns(loops, slice_s=0.02, between=lambda: gaps.append(time.perf_counter()))
     total = time.perf_counter() - started
+    assert len(gaps) > total / 0.2  # and what happens there takes time of no loop
     answers = [[ticket.generation.token_ids for ticket in one._tickets] for one, _ in (alone, *loops)]
     assert answers[1:] == [answers[0]] * 2
     assert slow.seconds - quick.seconds > 0.02 * max(s.rounds for s in slow.served)  # its pauses are its own

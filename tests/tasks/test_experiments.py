@@ -113,6 +113,32 @@ def test_pareto_compares_the_arms_and_the_simulator(folder: Path) -> None:
         load.run_pareto(_job(folder, "+experiment=pareto", "load.arms=[medusa]"))
 
 
+class _Timer:
+    """In place of a ``RoundTimer``: rounds of 2 and 6 seconds by a clock that it moves itself."""
+
+    def __init__(self, clock: list[float]) -> None:
+        self.clock, self.turns = clock, 0
+
+    def turn(self) -> None:
+        self.turns += 1
+        self.clock[0] += 1.0
+
+    def means(self) -> list[float]:
+        return [2.0, 6.0]
+
+
+def test_the_machines_drift_is_timed_in_a_share_of_the_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(load.time, "perf_counter", lambda: clock[0])
+    timer = _Timer(clock)
+    gauge = load.Gauge(timer, [1.0, 4.0])  # type: ignore[arg-type]
+    for _ in range(1000):
+        clock[0] += 0.1  # a slice
+        gauge.work()
+    assert timer.turns == pytest.approx(1 + gauge.SHARE * clock[0], abs=2)
+    assert gauge.drift == pytest.approx((2.0 + 1.5) / 2)
+
+
 def test_schedulers_evaluate_once_the_capacity_is_measured(folder: Path) -> None:
     path = profile_capacity.run_profile_capacity(_job(folder))
     stored = json.loads(path.read_text())

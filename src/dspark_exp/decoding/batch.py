@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dspark_exp.contracts import Proposal, TargetFacts
 from dspark_exp.decoding.early_exit import EarlyExit
-from dspark_exp.decoding.policies import VerificationPolicy
+from dspark_exp.decoding.policies import Rotation, VerificationPolicy
 from dspark_exp.decoding.requests import Progress, Request, Round, positions_needed, shared_prefills
 from dspark_exp.decoding.sampling import Sampling
 from dspark_exp.decoding.verification import verify_block, verify_greedy
@@ -136,6 +136,7 @@ class DecodingBatch:
         self._stop_ids = frozenset(target.facts.stop_ids)
         self._carry: dict[int, Tensor] = {}
         self._unheard: defaultdict[int, list[_Features]] = defaultdict(list)
+        self._rotation = Rotation()
         self.policy.start()
         self._cache = target.new_cache(num_rows, max_length)
         self._store: Any = None
@@ -231,11 +232,10 @@ class DecodingBatch:
 
     def _drafting(self, progress: list[Progress]) -> list[int]:
         """Places of the requests that draft this round, decided from older rounds alone."""
-        if self.drafter is None or not self.policy.drafts(len(progress)):
+        if self.drafter is None:
             return []
-        if self._early_exit is None:
-            return list(range(len(progress)))
-        return [i for i, request in enumerate(progress) if self._early_exit.drafts(request.generation.rounds)]
+        chosen = self._rotation.choose(self.policy.num_drafting(len(progress)), len(progress))
+        return [i for i in chosen if self._early_exit is None or self._early_exit.drafts(progress[i].generation.rounds)]
 
     def _to_extend(self, rows: list[int], drafting: list[int]) -> list[int]:
         """Rows that draft, and those whose features would pile up."""

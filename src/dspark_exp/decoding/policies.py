@@ -1,4 +1,4 @@
-"""Verification policies: how many drafted tokens are verified, and whether a round drafts at all.
+"""Verification policies: how many drafted tokens are verified, and for how many requests a round drafts.
 
 In: calibrated conditional acceptance. Out: a length per request. All are non-anticipating: whether x_k is verified
 depends on c_1..c_k and older rounds, never on x_k or what follows. The schedulers of ``dspark_exp.scheduling`` are
@@ -29,11 +29,26 @@ class VerificationPolicy(Protocol):
     def start(self) -> None:
         """A new batch begins: forget older rounds."""
 
-    def drafts(self, num_requests: int) -> bool:
-        """Whether this round drafts; decided before drafting, from older rounds alone."""
+    def num_drafting(self, num_requests: int) -> int:
+        """For how many of the requests this round drafts; decided before drafting, from older rounds alone."""
 
     def lengths(self, confidence_RG: np.ndarray | None, num_requests: int, block_size: int) -> np.ndarray:
-        """[R] integers within 0..G."""
+        """[R] integers within 0..G, for the R requests that draft."""
+
+
+class Rotation:
+    """Which requests draft where not all do: each in its turn."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def choose(self, count: int, num_requests: int) -> list[int]:
+        """``count`` of the places 0 .. R-1, increasing; the next call goes on after the last of them."""
+        if count >= num_requests:
+            return list(range(num_requests))
+        start = self._next % num_requests
+        self._next = start + count
+        return sorted((start + i) % num_requests for i in range(count))
 
 
 def check_policy(policy: VerificationPolicy, drafter: Any) -> None:
@@ -49,9 +64,9 @@ class _Static:
     def start(self) -> None:
         """Nothing is remembered."""
 
-    def drafts(self, num_requests: int) -> bool:
-        """Every round."""
-        return True
+    def num_drafting(self, num_requests: int) -> int:
+        """All, every round."""
+        return num_requests
 
 
 @dataclass(frozen=True)
@@ -76,9 +91,9 @@ class Fixed(_Static):
         if not 0 <= self.length <= block_size:
             raise ConfigError(f"policy.length={self.length} must lie within 0..{block_size} (block size).")
 
-    def drafts(self, num_requests: int) -> bool:
-        """Not where nothing would be verified."""
-        return self.length > 0
+    def num_drafting(self, num_requests: int) -> int:
+        """None where nothing would be verified."""
+        return num_requests if self.length > 0 else 0
 
     def lengths(self, confidence_RG: np.ndarray | None, num_requests: int, block_size: int) -> np.ndarray:
         return np.full(num_requests, self.length)

@@ -5,6 +5,7 @@ In: rows of load tests. Out: results.json, figures, CSV and text in one folder. 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import matplotlib.pyplot as plt
 
 from dspark_exp.reports.figures import save_figure
 from dspark_exp.reports.files import write_report
+from dspark_exp.reports.intervals import Interval
 from dspark_exp.reports.markdown import table
 
 COLORS = {
@@ -91,38 +93,39 @@ def _pareto_figure(results: dict[str, Any], path: Path) -> None:
 def frontier_verdicts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """At each concurrency: the asynchronous scheduler against the better of plain and fixed, and against every arm.
 
-    Runs are compared within their turn (median of ratios), since a shared machine drifts from turn to turn; ``noise``
-    is half the interquartile range of those ratios. ``better``: arms that are faster for all users together by more
-    than that noise, and for each user as well.
+    ``against_simple``: ratio of throughputs. ``better``: arms that are faster for all users together, as an interval
+    of 95 % says, and for each user as well. An interval is of one comparison: of forty between equal arms one says
+    "faster" by chance.
     """
     found = []
     for concurrency in sorted({row["concurrency"] for row in rows}):
         here = {row["arm"]: row for row in rows if row["concurrency"] == concurrency}
         ours = here["async_scheduler"]
         simple = max((here[name] for name in ("plain", "fixed") if name in here), key=lambda row: row["throughput"])
-        ratio, noise = _paired(ours["runs"], simple["runs"])
-        better = []
-        for name, row in here.items():
-            gain, spread = _paired(row["runs"], ours["runs"])
-            if gain - spread > 1 and row["tokens_per_s_per_user"] > ours["tokens_per_s_per_user"]:
-                better.append(name)
-        found.append(
-            {
-                "concurrency": concurrency,
-                "against_simple": ratio - 1,
-                "noise": noise,
-                "better": better,
-                "on_frontier": not better,
-            }
-        )
+        better = [
+            name
+            for name, row in here.items()
+            if _ratio(row, ours).low > 1 and row["tokens_per_s_per_user"] > ours["tokens_per_s_per_user"]
+        ]
+        found.append({"concurrency": concurrency, "against_simple": _ratio(ours, simple), "better": better})
     return found
 
 
-def _paired(runs: Sequence[float], others: Sequence[float]) -> tuple[float, float]:
-    """Median of run by run ratios, and half their interquartile range."""
-    ratios = np.array(runs) / np.array(others)
-    low, middle, high = np.quantile(ratios, [0.25, 0.5, 0.75])
-    return float(middle), float(high - low) / 2
+def _ratio(row: dict[str, Any], other: dict[str, Any]) -> Interval:
+    """Throughput of one arm over that of another, run by run, since a shared machine drifts from run to run.
+
+    One run says nothing about the next: its interval is everything.
+    """
+    if len(row["runs"]) < 2:
+        return Interval(row["runs"][0] / other["runs"][0], 0.0, math.inf)
+    logs = Interval.of_runs(np.log(np.array(row["runs"]) / np.array(other["runs"])).tolist())
+    return Interval(math.exp(logs.mean), math.exp(logs.low), math.exp(logs.high))
+
+
+def _change(ratio: Interval) -> str:
+    """As a gain or a loss in percent with its interval."""
+    mean, low, high = (100 * (value - 1) for value in (ratio.mean, ratio.low, ratio.high))
+    return f"{mean:+.1f} %" + (f" [{low:+.1f}, {high:+.1f}]" if math.isfinite(high) else " (one run: no interval)")
 
 
 def _pareto_text(results: dict[str, Any]) -> str:
@@ -151,27 +154,29 @@ def _scheduler_part(rows: Sequence[dict[str, Any]]) -> list[str]:
     if "async_scheduler" not in _by_arm(rows):
         return []
     verdicts = frontier_verdicts(rows)
-    lost = [v["concurrency"] for v in verdicts if v["against_simple"] + v["noise"] < -_ALLOWED_LOSS]
-    off = [v["concurrency"] for v in verdicts if not v["on_frontier"]]
+    off = [v["concurrency"] for v in verdicts if v["better"]]
+    lost = [v["concurrency"] for v in verdicts if v["against_simple"].high < 1 - _ALLOWED_LOSS]
+    open_ = [v["concurrency"] for v in verdicts if v["against_simple"].low < 1 - _ALLOWED_LOSS]
     lines = [
         [
             str(v["concurrency"]),
-            f"{100 * v['against_simple']:+.1f} %",
-            f"± {100 * v['noise']:.1f} %",
-            "yes" if v["on_frontier"] else "NO",
+            _change(v["against_simple"]),
+            "NO" if v["better"] else "yes",
             ", ".join(v["better"]) or "-",
         ]
         for v in verdicts
     ]
-    header = ["users", "against the better of plain and fixed", "spread of the ratio", "on the frontier", "better arms"]
-    sentences = (
-        _verdict("It is on the frontier at every concurrency, within the spread.", "It is off the frontier at", off),
+    header = ["users", "against the better of plain and fixed [95 % over runs]", "on the frontier", "better arms"]
+    sentences = [
         _verdict(
-            "It is never more than 3 % below the better of plain and fixed, within the spread.",
-            "It is more than 3 % below, beyond the spread, at",
-            lost,
+            "It is on the frontier at every concurrency: no arm is faster beyond noise.",
+            "It is off the frontier at",
+            off,
         ),
-    )
+        _verdict("It is at most 3 % below the better of plain and fixed.", "It is more than 3 % below at", lost)
+        if lost or not open_
+        else _verdict("", "That it is at most 3 % below is not shown at", open_),
+    ]
     return ["## The asynchronous scheduler", table(header, lines), " ".join(sentences)]
 
 
@@ -185,7 +190,7 @@ def _simulator_part(rows: Sequence[dict[str, Any]]) -> list[str]:
         "## The simulator against the engine",
         _grid(rows, lambda row: f"{100 * (row['simulated'] / row['throughput'] - 1):+.0f} %"),
         "Simulated over measured throughput. The machine's speed drifts (other tenants); a row of the capacity table "
-        "is timed again between the runs at each number of users, and simulated seconds are scaled by it. "
+        "is timed again in the gaps of the runs at each number of users, and simulated seconds are scaled by it. "
         f"{within} of {len(rows)} points lie within 10 %; the worst is {100 * errors[worst]:+.0f} % "
         f"({rows[worst]['arm']}, {rows[worst]['concurrency']} users)."
         + ("" if within == len(rows) else " Figures of the simulator count only where it is within 10 %."),
@@ -266,9 +271,9 @@ def write_early_exit(folder: Path, results: dict[str, Any]) -> Path:
         base = here.get(name.split(",")[0])
         gain = "-"
         if base is not None and base is not row:
-            ratio, spread = _paired(row["runs"], base["runs"])
-            gain = f"{100 * (ratio - 1):+.1f} ± {100 * spread:.1f} %"
-            gains.append((ratio - 1, name))
+            ratio = _ratio(row, base)
+            gain = _change(ratio)
+            gains.append((ratio.mean - 1, name))
         lines.append(
             [
                 name,
@@ -298,7 +303,7 @@ def write_early_exit(folder: Path, results: dict[str, Any]) -> Path:
             [
                 "arm",
                 f"tokens per second, {users} users",
-                "against the same without exit",
+                "against the same without exit [95 % over runs]",
                 "drafted requests and rounds",
             ],
             lines,

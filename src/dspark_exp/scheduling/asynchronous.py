@@ -34,8 +34,8 @@ class AsyncScheduler:
 
     K comes from the round that is ``staleness`` rounds old. Whether to draft at all comes from the mean of up to
     ``MEMORY`` such rounds: one request's round says little about its next. After a round without a draft it drafts
-    again, and pauses four times as long whenever that did not pay either. A pause ends at once where the number of
-    requests is one for which drafting pays.
+    again for one request, and pauses four times as long whenever that did not pay either. A pause ends at once where
+    the number of requests is one for which drafting pays.
 
     Args:
         curve: the capacity of this machine.
@@ -77,18 +77,21 @@ class AsyncScheduler:
         self._older: deque[_Older] = deque(maxlen=self.staleness + self.MEMORY)
         self._time, self._pause, self._undrafted = 0, 1, 0
 
-    def drafts(self, num_requests: int) -> bool:
-        """Whether drafting beats plain decoding, by what older rounds predict for the requests there are now."""
+    def num_drafting(self, num_requests: int) -> int:
+        """All where drafting beats plain decoding, by what older rounds predict for the requests there are now.
+
+        Else none, or one where a pause is over.
+        """
         self._time += 1
         expected = [self._best(older, num_requests)[1] for older in self._old_enough()]
         if not expected or sum(expected) / len(expected) > num_requests / self.curve.plain_s(num_requests):
             self._pause, self._undrafted = 1, 0
-            return True
+            return num_requests
         if self._undrafted < self._pause:
             self._undrafted += 1
-            return False
+            return 0
         self._pause, self._undrafted = min(_LONGER * self._pause, self.probe_every), 0
-        return True  # a pause is over: try again, and wait longer the next time
+        return 1  # a pause is over: try again where it costs least, and wait longer the next time
 
     def lengths(self, confidence_RG: np.ndarray | None, num_requests: int, block_size: int) -> np.ndarray:
         assert confidence_RG is not None

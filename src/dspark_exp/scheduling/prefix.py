@@ -99,9 +99,9 @@ class PrefixScheduler:
     def start(self) -> None:
         """Nothing is remembered between rounds."""
 
-    def drafts(self, num_requests: int) -> bool:
-        """Every round drafts: this round's confidence is what it schedules by."""
-        return True
+    def num_drafting(self, num_requests: int) -> int:
+        """All, every round: this round's confidence is what it schedules by."""
+        return num_requests
 
     def lengths(self, confidence_RG: np.ndarray | None, num_requests: int, block_size: int) -> np.ndarray:
         assert confidence_RG is not None

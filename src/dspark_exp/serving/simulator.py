@@ -14,7 +14,7 @@ from itertools import takewhile
 
 import numpy as np
 
-from dspark_exp.decoding import EarlyExit, Round, VerificationPolicy
+from dspark_exp.decoding import EarlyExit, Rotation, Round, VerificationPolicy
 from dspark_exp.scheduling import CapacityCurve
 from dspark_exp.serving.engine import MAX_PREFILL_TOKENS, num_entering
 from dspark_exp.serving.traffic import LoadResult, Served
@@ -66,7 +66,7 @@ def simulate(
         policy.start()
     rows = num_rows if concurrency is None else min(num_rows, concurrency)
     clock, busy = 0.0, 0.0
-    active, served = list[_Flight](), list[Served]()
+    active, served, rotation = list[_Flight](), list[Served](), Rotation()
     while waiting or active:
         arrived = takewhile(lambda flight: flight.submitted_at <= clock, waiting)  # noqa: B023 - read at once
         prompts = (flight.request.prompt_tokens for flight in arrived)
@@ -82,7 +82,7 @@ def simulate(
         if not active:
             clock = max(clock, waiting[0].submitted_at)
             continue
-        seconds = _round(active, curve, policy, calibrate, early_exit)
+        seconds = _round(active, curve, policy, rotation, calibrate, early_exit)
         clock, busy = clock + seconds, busy + seconds
         served += [_served(f, clock) for f in active if f.position >= len(f.request.accepted)]
         active = [f for f in active if f.position < len(f.request.accepted)]
@@ -93,14 +93,14 @@ def _round(
     active: list[_Flight],
     curve: CapacityCurve,
     policy: VerificationPolicy | None,
+    rotation: Rotation,
     calibrate: Callable[[np.ndarray], np.ndarray] | None,
     early_exit: EarlyExit | None,
 ) -> float:
     """Advance all requests by one round; returns its seconds."""
     count = len(active)
-    drafting: list[int] = []
-    if policy is not None and policy.drafts(count):
-        drafting = [i for i, f in enumerate(active) if early_exit is None or early_exit.drafts(f.rounds)]
+    chosen = rotation.choose(policy.num_drafting(count), count) if policy is not None else []
+    drafting = [i for i in chosen if early_exit is None or early_exit.drafts(active[i].rounds)]
     lengths = np.zeros(count, dtype=np.int64)
     size = active[0].request.confidence.shape[1]
     if drafting:

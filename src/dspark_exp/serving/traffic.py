@@ -155,15 +155,18 @@ class ClosedLoop:
         return LoadResult(seconds, [_served(ticket) for ticket in self._tickets], seconds)
 
 
-def serve_in_turns(loops: Sequence[tuple[ClosedLoop, Stopwatch]], slice_s: float) -> list[LoadResult]:
+def serve_in_turns(
+    loops: Sequence[tuple[ClosedLoop, Stopwatch]], slice_s: float, between: Callable[[], None] = lambda: None
+) -> list[LoadResult]:
     """Closed loops on a machine whose speed drifts: the one that is least far gets the next ``slice_s`` seconds.
 
-    Each result holds the loop's own time alone.
+    Each result holds the loop's own time alone. ``between`` is called before every slice.
     """
     results: dict[int, LoadResult] = {}
     while len(results) < len(loops):
         place = min((i for i in range(len(loops)) if i not in results), key=lambda i: loops[i][0].progress)
         loop, clock = loops[place]
+        between()
         with clock:
             until, goes_on = clock() + slice_s, True
             while goes_on and clock() < until:

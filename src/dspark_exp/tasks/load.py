@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,9 +44,10 @@ from dspark_exp.serving import (
 from dspark_exp.targets import Target
 from dspark_exp.tasks.building import build_batch, build_sampling, load_benchmarks, open_target
 from dspark_exp.tasks.evaluate import requests_of
-from dspark_exp.tasks.profile_capacity import measured_capacity, prompts_for_rounds, round_seconds
+from dspark_exp.tasks.profile_capacity import measured_capacity
 from dspark_exp.tasks.provenance import experiment_header, report_folder
 from dspark_exp.tasks.recording import SIMULATED_PER_BENCHMARK, recorded_outcomes
+from dspark_exp.tasks.round_times import RoundTimer, prompts_for_rounds
 from dspark_exp.tasks.train_eval import Job
 from dspark_exp.tasks.trained import Trained, trained_drafter, with_drafter
 
@@ -72,6 +74,34 @@ class Arm:
     @property
     def calibration(self) -> Calibration | None:
         return self.trained.calibration if self.trained is not None else None
+
+
+class Gauge:
+    """How much slower rounds are than the capacity table says, timed in the gaps of a load test.
+
+    Args:
+        timer: of rounds of as many requests as the test has users.
+        expected_s: seconds of each of its lengths by the table.
+    """
+
+    SHARE = 0.2  # of the time that has passed, at most, but for the first turns
+
+    def __init__(self, timer: RoundTimer, expected_s: Sequence[float]) -> None:
+        self._timer, self._expected_s = timer, expected_s
+        timer.turn()  # warms up
+        self._began, self._own_s = time.perf_counter(), 0.0
+
+    def work(self) -> None:
+        """A turn, if one is due."""
+        started = time.perf_counter()
+        if self._own_s <= self.SHARE * (started - self._began):
+            self._timer.turn()
+            self._own_s += time.perf_counter() - started
+
+    @property
+    def drift(self) -> float:
+        """Seconds now over seconds then, the median over lengths. After ``work``."""
+        return statistics.median(now / then for now, then in zip(self._timer.means(), self._expected_s, strict=True))
 
 
 @dataclass(frozen=True)
@@ -125,12 +155,15 @@ class Bench:
         wanted = self.job.config.load
         return max(wanted.min_requests, wanted.requests_per_user * concurrency)
 
-    def serve(self, arms: Sequence[Arm], concurrency: int, requests: Sequence[Request]) -> list[LoadResult]:
+    def serve(
+        self, arms: Sequence[Arm], concurrency: int, requests: Sequence[Request], gauge: Gauge | None = None
+    ) -> list[LoadResult]:
         """A load test of every arm, in turns of ``load.slice_s`` seconds; null: one arm after the other."""
         slice_s = self.job.config.load.slice_s
+        between = gauge.work if gauge is not None else lambda: None
         if slice_s is not None:
-            return serve_in_turns([self._loop(arm, concurrency, requests) for arm in arms], slice_s)
-        return [serve_in_turns([self._loop(arm, concurrency, requests)], 1.0)[0] for arm in arms]
+            return serve_in_turns([self._loop(arm, concurrency, requests) for arm in arms], slice_s, between)
+        return [serve_in_turns([self._loop(arm, concurrency, requests)], 1.0, between)[0] for arm in arms]
 
     def _loop(self, arm: Arm, concurrency: int, requests: Sequence[Request]) -> tuple[ClosedLoop, Stopwatch]:
         """On a fresh engine, after two requests that warm it up and tell schedulers what drafts bring."""
@@ -151,18 +184,18 @@ class Bench:
         drive(engine, warm_up, concurrency=2)
         return ClosedLoop(engine, requests, concurrency, clock), clock
 
-    def drift(self, concurrency: int) -> float:
-        """How much slower rounds are now than when the capacity table was measured."""
+    def gauge(self, concurrency: int) -> Gauge | None:
+        """Times rounds of so many requests; None where the capacity table holds no rounds of this drafter."""
         rounds = self.curve.rounds
-        if rounds is None or self.trained.drafter.block_size + 1 != len(rounds.lengths):
-            return 1.0
-        lengths = [-1, *range(len(rounds.lengths))]
+        size = self.trained.drafter.block_size
+        if rounds is None or size + 1 != len(rounds.lengths):
+            return None
+        lengths = sorted({-1, 0, size // 2, size})
+        batches = [concurrency * (1 + length) for length in lengths[1:]]
+        expected = [self.curve.plain_s(concurrency), *self.curve.round_s(concurrency, batches).tolist()]
         prompts = prompts_for_rounds(self.job.config, self.target, concurrency)
         sampling = build_sampling(self.job.config.evaluation.sampling)
-        now = round_seconds(self.target, self.trained.drafter, sampling, prompts, lengths, repeats=2)
-        batches = [concurrency * (1 + length) for length in lengths[1:]]
-        then = [self.curve.plain_s(concurrency), *self.curve.round_s(concurrency, batches).tolist()]
-        return statistics.median(n / t for n, t in zip(now, then, strict=True))
+        return Gauge(RoundTimer(self.target, self.trained.drafter, sampling, prompts, lengths), expected)
 
     def simulated(self, arm: Arm, concurrency: int, answers: list[SimulatedRequest]) -> float:
         """Throughput of the same load in the simulator, on the capacity table as it is."""
@@ -188,18 +221,17 @@ class Bench:
         return [r for group in zip(*found.values(), strict=False) for r in group]
 
     def measure(self, arms: Sequence[Arm], with_drift: bool = False) -> list[dict[str, Any]]:
-        """Every arm at every concurrency, repeated in turn; medians and ranges. ``with_drift``: see ``drift``."""
+        """Every arm at every concurrency, repeated in turn; medians and ranges. ``with_drift``: see ``Gauge``."""
         rows = []
         for concurrency in self.job.config.load.concurrency:
             requests = self.requests(concurrency)
             summaries: dict[str, list[dict[str, Any]]] = {arm.name: [] for arm in arms}
-            drifts = []
+            gauge = self.gauge(concurrency) if with_drift else None
             for turn in range(self.job.config.load.repeats):
                 order = [arms[(place + turn) % len(arms)] for place in range(len(arms))]  # another one goes first
-                for arm, result in zip(order, self.serve(order, concurrency, requests), strict=True):
+                for arm, result in zip(order, self.serve(order, concurrency, requests, gauge), strict=True):
                     summaries[arm.name].append(result.summary())
-                drifts += [self.drift(concurrency)] if with_drift else []
-            common = {"concurrency": concurrency} | ({"drift": statistics.median(drifts)} if with_drift else {})
+            common = {"concurrency": concurrency} | ({"drift": gauge.drift} if gauge is not None else {})
             rows += [{"arm": name, **common, **_median(runs)} for name, runs in summaries.items()]
             shown = ", ".join(f"{name} {_median(runs)['throughput']:.0f}" for name, runs in summaries.items())
             log.info("%d users, tokens/s: %s", concurrency, shown)
@@ -232,7 +264,7 @@ def run_pareto(job: Job) -> Path:
     for row in rows:
         arm = next(a for a in arms if a.name == row["arm"])
         known = arm.name != "mtp1"  # its outcomes are another drafter's
-        row["simulated"] = bench.simulated(arm, row["concurrency"], answers) / row["drift"] if known else None
+        row["simulated"] = bench.simulated(arm, row["concurrency"], answers) / row.get("drift", 1.0) if known else None
     return write_pareto(bench.folder, bench.header() | {"rows": rows})
 
 

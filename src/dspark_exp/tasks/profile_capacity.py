@@ -8,31 +8,27 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from dspark_exp.calibration import identity
 from dspark_exp.data.manifest import write_json
-from dspark_exp.decoding import DecodingBatch, Request, Sampling
+from dspark_exp.decoding import Request
 from dspark_exp.errors import ConfigError
 from dspark_exp.reports.capacity import write_capacity_report
 from dspark_exp.scheduling import CapacityTable
 from dspark_exp.schema import ExperimentConfig
 from dspark_exp.targets import Target
 from dspark_exp.tasks.building import (
-    build_batch,
     build_sampling,
     capacity_path,
     identity_of,
-    load_benchmarks,
     open_target,
     read_capacity,
 )
-from dspark_exp.tasks.evaluate import requests_of
+from dspark_exp.tasks.round_times import EveryRound, batch_for_timing, prompts_for_rounds, round_seconds
 from dspark_exp.tasks.train_eval import Job
 from dspark_exp.tasks.trained import drafter_for_timing
 
@@ -125,34 +121,6 @@ def _pass(target: Target, batch: int, context: int, max_requests: int) -> Callab
     return work
 
 
-class _Everything:
-    """Drafts every round and verifies ``length`` tokens on average; ``length`` < 0 does not draft.
-
-    Lengths differ from request to request where they can, as they do under a scheduler.
-    """
-
-    reads_confidence = True  # as a scheduler does
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def check(self, block_size: int, has_confidence: bool) -> None:
-        """Fits every drafter."""
-
-    def start(self) -> None:
-        """Nothing is remembered."""
-
-    def drafts(self, num_requests: int) -> bool:
-        return self.length >= 0
-
-    def lengths(self, confidence_RG: np.ndarray | None, num_requests: int, block_size: int) -> np.ndarray:
-        lengths = np.full(num_requests, self.length)
-        if 0 < self.length < block_size:
-            pairs = num_requests // 2
-            lengths[: 2 * pairs] += np.tile([-1, 1], pairs)
-        return lengths
-
-
 def _rounds(config: ExperimentConfig, target: Target, drafter: Any) -> dict[str, Any]:
     """Whole rounds of the engine for 1, 2, 4, .. requests and every verification length."""
     wanted, size = config.profile, int(drafter.block_size)
@@ -176,61 +144,13 @@ def _rounds(config: ExperimentConfig, target: Target, drafter: Any) -> dict[str,
     }
 
 
-def _batch(
-    target: Target, drafter: Any, sampling: Sampling, num_requests: int, policy: _Everything, positions: int
-) -> DecodingBatch:
-    size = drafter.block_size
-    return build_batch(target, drafter, sampling, policy, num_requests, positions + size + 1, identity(size))
-
-
-def round_seconds(
-    target: Target,
-    drafter: Any,
-    sampling: Sampling,
-    prompts: Sequence[list[int]],
-    lengths: Sequence[int],
-    repeats: int,
-) -> list[float]:
-    """Mean seconds of a round of one request a prompt, by verification length: what many rounds take is their sum.
-
-    Length -1 does not draft. Lengths take turns, so that a slow minute of the machine hits all of them; after every
-    turn the requests start over.
-    """
-    policy, num_requests = _Everything(0), len(prompts)
-    new_tokens = (len(lengths) + 2) * (drafter.block_size + 1)
-    batch = _batch(target, drafter, sampling, num_requests, policy, max(map(len, prompts)) + new_tokens)
-    times: list[list[float]] = [[] for _ in lengths]
-    for turn in range(repeats + 1):
-        seeds = range(turn * num_requests, (turn + 1) * num_requests)
-        requests = [Request(ids, new_tokens, seed, ignore_stop=True) for ids, seed in zip(prompts, seeds, strict=True)]
-        batch.enter(list(enumerate(requests)))
-        policy.length = 0
-        batch.round()  # the drafter takes in the prompt
-        for place in np.roll(np.arange(len(lengths)), turn):
-            policy.length = lengths[int(place)]
-            started = time.perf_counter()
-            batch.round()
-            if turn > 0:  # the first warms up
-                times[place].append(time.perf_counter() - started)
-        batch.leave(list(batch.active))
-    return [statistics.fmean(of_length) for of_length in times]
-
-
-def prompts_for_rounds(config: ExperimentConfig, target: Target, count: int) -> list[list[int]]:
-    """Held-out prompts, benchmarks in turn, so that drafts are accepted as usual; else those of the evaluation."""
-    found = load_benchmarks(config, held_out=8) or load_benchmarks(config)
-    by_name = [[r.prompt_ids for r in requests_of(config, target, prompts[:8])] for prompts in found.values()]
-    mixed = [ids for group in zip(*by_name, strict=False) for ids in group]
-    return [mixed[i % len(mixed)] for i in range(count)]
-
-
 def _enter_s(
     config: ExperimentConfig, target: Target, drafter: Any, num_requests: int, prompt_tokens: int, round_s: float
 ) -> float:
     """Seconds of the way in of some requests: prefill, and what their first round takes longer than ``round_s``."""
-    policy, size = _Everything(drafter.block_size), drafter.block_size
+    policy, size = EveryRound(drafter.block_size), drafter.block_size
     sampling = build_sampling(config.evaluation.sampling)
-    batch = _batch(target, drafter, sampling, num_requests, policy, prompt_tokens + 2 * size + 2)
+    batch = batch_for_timing(target, drafter, sampling, num_requests, policy, prompt_tokens + 2 * size + 2)
     ids = torch.randint(0, target.facts.num_usable_tokens, (num_requests, prompt_tokens)).tolist()
     requests = [Request(prompt, size + 2, seed=index, ignore_stop=True) for index, prompt in enumerate(ids)]
 
