@@ -129,6 +129,24 @@ def test_a_sharded_drafter_and_a_sharded_target_train_and_decode_as_whole_ones(
 
 
 @pytest.mark.slow
+def test_jobs_that_train_together_on_two_ranks_give_what_they_give_alone(tmp_path: Path) -> None:
+    sweep = ("-m", "features=online", "trainer.max_steps=4", "drafter=dspark_rnn,eagle3")
+    found = {}
+    for outputs, shared in (("alone", "false"), ("together", "true")):
+        done = subprocess.run(
+            _command(*sweep, f"paths.outputs={outputs}", f"sweep.shared_target={shared}"),
+            cwd=tmp_path, env=_environment(), capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert ("The target ran for 4 of the 8 batches" in done.stdout + done.stderr) == (outputs == "together")
+        paths = sorted(tmp_path.glob(f"{outputs}/**/last.ckpt"))
+        found[outputs] = [torch.load(path, weights_only=True)["state_dict"] for path in paths]
+    for alone, together in zip(*found.values(), strict=True):
+        assert alone.keys() == together.keys()
+        assert all(torch.equal(alone[name], together[name]) for name in alone)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_killed_rank_ends_the_job_and_the_same_command_goes_on_exactly(strategy: str, tmp_path: Path) -> None:
     steps = ("trainer.max_steps=60", "trainer.validate_every_steps=10", "drafter=dspark_rnn")

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from dspark_exp.errors import ConfigError
+from dspark_exp.errors import ConfigError, LaunchError
 from dspark_exp.targets import Target
+from dspark_exp.tasks import together
 from dspark_exp.tasks.together import train_together, train_with_siblings
 from dspark_exp.tasks.train_eval import Job, train_eval
 
@@ -89,5 +90,45 @@ def test_where_nothing_can_be_shared_the_message_says_what_to_choose(make_job: M
     path.write_text("[]")
     with pytest.raises(ConfigError, match="features=online or features=bounded"):
         train_with_siblings(make_job("features=stored"), path)
-    with pytest.raises(ConfigError, match=r"trainer\.devices=1"):
-        train_with_siblings(make_job("features=online", "trainer.devices=2", "trainer.accelerator=cpu"), path)
+    with pytest.raises(ConfigError, match=r"trainer\.num_nodes=1"):
+        train_with_siblings(make_job("features=online", "trainer.num_nodes=2", "trainer.accelerator=cpu"), path)
+
+
+def test_several_ranks_go_on_alike_or_not_at_all(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank alone would wait for the others for ever."""
+    monkeypatch.setattr(together, "num_ranks", lambda: 2)
+
+    def fail_second(job: Job, company: together.Company) -> None:
+        for batch in range(50):
+            if job is jobs[1] and batch == 3:
+                raise OSError("this rank's disk")
+            begun.append(batch)
+            company.turn._turns.take(company.turn._arm, batch)
+
+    begun: list[int] = []
+    jobs = [make_job("features=online", f"trainer.lr={lr}") for lr in (1e-3, 2e-3, 3e-3)]
+    monkeypatch.setattr(together, "train_eval", fail_second)
+    with pytest.raises(OSError, match="this rank's disk"):
+        train_together(jobs)
+    assert max(begun) <= 5
+
+
+def test_company_that_failed_on_its_ranks_is_not_tried_again(
+    make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    handed: list[str] = []
+
+    def fail(module: str, arguments: list[str], processes: int, logs: Path) -> None:
+        handed.extend(arguments)
+        raise LaunchError(f"one of {processes} was killed")
+
+    monkeypatch.setattr(together, "run_on_ranks", fail)
+    options = ("features=online", "trainer.devices=2", "trainer.accelerator=cpu")
+    jobs = [make_job(*options, f"trainer.lr={lr}") for lr in (1e-3, 2e-3)]
+    path = tmp_path / "jobs"
+    path.write_text(json.dumps([job.plain for job in jobs]))
+    for job in jobs:
+        train_with_siblings(job, path)
+    assert len(handed) == 1
+    assert json.loads(Path(handed[0]).read_text()) == [job.plain for job in jobs]
+    assert caplog.text.count("one of 2 was killed") == 1

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -62,25 +63,20 @@ def train_on_devices(job: Job) -> dict[str, Any]:
     return dict(json.loads(job.results_path.read_text()))
 
 
-def run_rank(path: Path) -> None:
-    """One rank: the job of a hand-over file."""
-    plain = json.loads(path.read_text())
-    job = Job(validated(OmegaConf.create(plain)), plain)
-    join_ranks()
-    with suppress(Pruned):  # its note in the folder tells the owner
-        train_eval(job)
-    leave_ranks()
+def as_rank(work: Callable[[Path], object]) -> None:
+    """This process as one rank: ``work`` on the file that was handed over, between meeting the others and parting.
 
-
-def main() -> None:
-    """A DsparkError becomes one sentence that the owner of the job reads."""
+    A DsparkError becomes one sentence that the owner of the job reads.
+    """
     rank = int(os.environ["RANK"])  # torchrun's word: the ranks have not met yet
     level = logging.INFO if rank == 0 else logging.WARNING
     logging.basicConfig(level=level, format="%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S", force=True)
     quiet_libraries()
     path = Path(sys.argv[1])
     try:
-        run_rank(path)
+        join_ranks()
+        work(path)
+        leave_ranks()
     except DsparkError as error:
         logs = path.parent / "ranks"
         logs.mkdir(exist_ok=True)
@@ -89,5 +85,12 @@ def main() -> None:
         sys.exit(2)
 
 
+def _train(path: Path) -> None:
+    plain = json.loads(path.read_text())
+    job = Job(validated(OmegaConf.create(plain)), plain)
+    with suppress(Pruned):  # its note in the folder tells the owner
+        train_eval(job)
+
+
 if __name__ == "__main__":
-    main()
+    as_rank(_train)

@@ -3,7 +3,7 @@
 from dspark_exp.training.callbacks import DataWait, DraftDiagnostics
 from dspark_exp.training.data_module import DrafterData, as_features, collate
 from dspark_exp.training.modules import BlockDrafterModule, DrafterModule, Eagle3Module, Optimization
-from dspark_exp.training.turns import SharedFeatures, TakeTurns, Turns
+from dspark_exp.training.turns import SharedFeatures, Stopped, TakeTurns, Turns
 
 __all__ = [
     "BlockDrafterModule",
@@ -14,6 +14,7 @@ __all__ = [
     "Eagle3Module",
     "Optimization",
     "SharedFeatures",
+    "Stopped",
     "TakeTurns",
     "Turns",
     "as_features",
