@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -18,10 +19,11 @@ from dspark_exp.data.feature_store import build_feature_store
 from dspark_exp.data.rendering import Row
 from dspark_exp.data.sources import Conversation
 from dspark_exp.decoding import Request, Sampling, SpeculativeLoop
+from dspark_exp.errors import ConfigError
 from dspark_exp.launch import barrier, before_meeting, gathered, locked_together, num_ranks, rank, share
-from dspark_exp.launch.ranks import join_ranks, leave_ranks
+from dspark_exp.launch.ranks import _before_meeting, join_ranks, leave_ranks
 from dspark_exp.objectives import BlockObjective, TrainingTimeTestObjective
-from dspark_exp.targets import rank_mesh, shard_over_ranks
+from dspark_exp.targets import cut_over_ranks, rank_mesh, shard_over_ranks
 from dspark_exp.tasks.building import open_target
 from dspark_exp.tasks.evaluate import on_all_ranks
 from dspark_exp.tasks.regenerate import read_records, regenerate
@@ -137,6 +139,40 @@ def a_sharded_target_equals_a_whole_one() -> None:
     shared, alone = on_all_ranks(loop(sharded), requests), loop(whole).run(requests)
     assert [g.token_ids for g in shared] == [g.token_ids for g in alone]
     barrier()
+
+
+def a_target_cut_across_ranks_equals_a_whole_one() -> None:
+    """Each rank holds half of every projection, decodes another number of requests, and gets what it gets alone."""
+    for family in ("qwen3", "llama", "gemma3"):
+        whole, cut = random_target(family), cut_over_ranks(random_target(family), rank_mesh("cpu"))
+        _before_meeting.clear()
+        before_meeting(cut.catch_up)
+        held, total = (sum(p.numel() for p in t.body.layers.parameters() if p.ndim == 2) for t in (cut, whole))
+        assert held * num_ranks() == total
+        ids = torch.randint(2, 10, (2 + rank(), 20), generator=torch.Generator().manual_seed(rank()))
+        mask = torch.ones_like(ids)
+        mask[0, 15:] = 0
+        for _ in range(1 + 2 * rank()):
+            for ours, wanted in zip(cut.features(ids, mask), whole.features(ids, mask), strict=True):
+                torch.testing.assert_close(ours[mask > 0], wanted[mask > 0], atol=1e-4, rtol=1e-4)
+        drafter = make_drafter("dspark_markov", whole)
+        requests = [Request([2, 3, 4 + index % 5], 6 + 7 * (index % 2), seed=index) for index in range(7)]
+        requests.append(Request([2, 3], 6, seed=9))  # shares its prefill
+
+        def loop(target, drafter=drafter) -> SpeculativeLoop:
+            return SpeculativeLoop(target, drafter, make_cache, Sampling(1.0, 0, 1.0), batch_size=3)
+
+        for _ in range(2):  # the second on caches of its own
+            shared = on_all_ranks(loop(cut), requests)
+        alone = loop(whole).run(requests)
+        assert [g.token_ids for g in shared] == [g.token_ids for g in alone]
+        barrier()
+        assert len(cut._caches) <= 2 * num_ranks()
+
+
+def a_cut_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"1 does not divide by 2: this target allows 1 \(trainer\.devices"):
+        cut_over_ranks(random_target("gemma4"), rank_mesh("cpu"))  # one key/value head in its full-attention layers
 
 
 def preparation_is_shared() -> None:

@@ -26,6 +26,8 @@ CHECKS = (
     "results_come_back_in_the_order_of_the_items",
     "sharded_decoding_equals_one_process",
     "a_sharded_target_equals_a_whole_one",
+    "a_target_cut_across_ranks_equals_a_whole_one",
+    "a_cut_that_does_not_divide_is_refused",
     "preparation_is_shared",
     "regeneration_is_shared",
 )
@@ -96,11 +98,18 @@ def test_a_multirun_on_two_ranks_is_exactly_two_runs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("drafter", "features"),
-    [("dspark_rnn", ("features=online",)), ("eagle3", ("features=bounded", "features.max_gb=0.0005"))],
+    ("drafter", "features", "sharded"),
+    [
+        ("dspark_rnn", ("features=online",), ("trainer.strategy=fsdp", "target.shard=fsdp")),
+        (
+            "eagle3",
+            ("features=bounded", "features.max_gb=0.0005"),
+            ("trainer.strategy=fsdp", "target.shard=tensor_parallel"),
+        ),
+    ],
 )
 def test_a_sharded_drafter_and_a_sharded_target_train_and_decode_as_whole_ones(
-    drafter: str, features: tuple[str, ...], tmp_path: Path
+    drafter: str, features: tuple[str, ...], sharded: tuple[str, ...], tmp_path: Path
 ) -> None:
     """The same steps to rounding, and the same answers; checkpoints are whole ones.
 
@@ -108,9 +117,9 @@ def test_a_sharded_drafter_and_a_sharded_target_train_and_decode_as_whole_ones(
     """
     steps = ("trainer.max_steps=6", "trainer.validate_every_steps=3", f"drafter={drafter}", *features)
     found = {}
-    for outputs, sharded in (("whole", ()), ("parts", ("trainer.strategy=fsdp", "target.shard=fsdp"))):
+    for outputs, options in (("whole", ()), ("parts", sharded)):
         done = subprocess.run(
-            _command(*steps, f"paths.outputs={outputs}", *sharded),
+            _command(*steps, f"paths.outputs={outputs}", *options),
             cwd=tmp_path, env=_environment(), capture_output=True, text=True, timeout=300, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]

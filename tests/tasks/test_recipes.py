@@ -111,6 +111,8 @@ def test_an_estimate_of_memory_knows_what_is_spread_over_ranks() -> None:
     num_layers, in_layers = len(target.body.layers), parameters(target.body.layers)
     saved = memory() - memory("target.shard=fsdp")
     assert saved * 1e9 == pytest.approx(4 * in_layers * (1 - 1 / 8 - 2 / num_layers))
+    saved = memory() - memory("target.shard=tensor_parallel")
+    assert saved * 1e9 == pytest.approx(4 * in_layers * (1 - 1 / 8))
     saved = memory() - memory("trainer.strategy=fsdp")
     assert 8 * parameters(drafter) < saved * 1e9 < 14 * parameters(drafter)
     alone = memory("trainer.devices=1") - memory("trainer.devices=1", "trainer.strategy=fsdp")

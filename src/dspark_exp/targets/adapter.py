@@ -43,9 +43,8 @@ class Target:
         self.attention = "auto"
         self.pace: Pace | None = None
         self._captured: dict[int, Tensor] = {}
-        for layer_id in facts.layer_ids:
-            module = self.body.embed_tokens if layer_id == -1 else self.body.layers[layer_id]
-            module.register_forward_hook(self._capture(layer_id))
+        tapped = {i: self.body.embed_tokens if i == -1 else self.body.layers[i] for i in facts.layer_ids}
+        self._hooks = [module.register_forward_hook(self._capture(i)) for i, module in tapped.items()]
 
     @property
     def body(self) -> Any:
@@ -74,6 +73,11 @@ class Target:
     def to(self, device: torch.device | str) -> Target:
         self.model.to(device)
         return self
+
+    def release(self) -> None:
+        """Leave the model to another ``Target``."""
+        for hook in self._hooks:
+            hook.remove()
 
     @torch.no_grad()
     def features(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,6 +116,7 @@ class Target:
         return self.head.logits(final)
 
     def new_cache(self, num_rows: int, max_length: int) -> ragged.RaggedKVCache:
+        """Rows for ``forward_ragged``."""
         facts = self.facts
         return ragged.RaggedKVCache(facts.layer_kv, num_rows, max_length, self.dtype, self.device, self.attention)
 

@@ -27,7 +27,15 @@ from dspark_exp.launch import barrier, before_meeting, num_ranks, rank
 from dspark_exp.onednn import pack_linears
 from dspark_exp.scheduling import CapacityTable, read_table
 from dspark_exp.schema import ExperimentConfig, SamplingConfig
-from dspark_exp.targets import RaggedKVCache, Target, check_target, load_target, rank_mesh, shard_over_ranks
+from dspark_exp.targets import (
+    RaggedKVCache,
+    Target,
+    check_target,
+    cut_over_ranks,
+    load_target,
+    rank_mesh,
+    shard_over_ranks,
+)
 
 log = logging.getLogger(__name__)
 Settings = TypeVar("Settings")
@@ -49,14 +57,14 @@ def open_target(config: ExperimentConfig) -> Target:
         num_feature_layers=wanted.num_feature_layers,
         mask_token_id=wanted.mask_token_id,
     )
-    target = load(device=device) if wanted.shard is None else _sharded(load, device)
+    target = load(device=device) if wanted.shard is None else _sharded(load, device, wanted.shard)
     target.attention = config.evaluation.attention
     if wanted.shard is None:
         _pack(config, target.model)
     return target
 
 
-def _sharded(load: Callable[[], Target], device: str) -> Target:
+def _sharded(load: Callable[[], Target], device: str, kind: str) -> Target:
     """Spread a target over the ranks, which load it in turn: the host holds one whole copy at a time.
 
     Raises:
@@ -64,16 +72,17 @@ def _sharded(load: Callable[[], Target], device: str) -> Target:
     """
     if num_ranks() == 1:
         raise ConfigError(
-            "target.shard=fsdp spreads the target over the ranks of a training job: set trainer.devices (or "
+            f"target.shard={kind} spreads the target over the ranks of a training job: set trainer.devices (or "
             "trainer.num_nodes) above 1, or target.shard=null. Other tasks run in one process, which needs all of it."
         )
+    spread = {"fsdp": shard_over_ranks, "tensor_parallel": cut_over_ranks}[kind]
     mesh, target = rank_mesh(device), None
     for turn in range(num_ranks()):
         if turn == rank():
             target = load()
             if turn == 0:
                 check_target(target)
-            target = shard_over_ranks(target, mesh)
+            target = spread(target, mesh)
         barrier()
     assert target is not None
     before_meeting(target.catch_up)

@@ -206,11 +206,12 @@ def _memory_bytes(config: ExperimentConfig, target: Target, drafter: nn.Module, 
 
 
 def _target_bytes(config: ExperimentConfig, target: Target) -> float:
-    """Weights; of a sharded target what is whole everywhere, a share of the layers, and two gathered ones."""
+    """Weights; of a sharded target what is whole everywhere, a share of the layers, and of fsdp's two gathered ones."""
     whole, layers = parameters(target.model), parameters(target.body.layers)
     held: float = whole
     if config.target.shard is not None:
-        held = whole - layers + layers / ranks_of(config) + 2 * layers / len(target.body.layers)
+        gathered = 2 / len(target.body.layers) if config.target.shard == "fsdp" else 0.0
+        held = whole - layers + layers * (1 / ranks_of(config) + gathered)
     return held * _itemsize(config.target.dtype)
 
 
