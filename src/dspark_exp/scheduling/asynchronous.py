@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -62,6 +63,7 @@ class AsyncScheduler:
             )
         self.curve, self.staleness, self.probe_every = curve, staleness, probe_every
         self.margin = margin
+        self._scale_per_s = lru_cache(maxsize=64)(self._scale_per_s_of)  # a round costs what it cost in the last one
         self.start()
 
     def check(self, block_size: int, has_confidence: bool) -> None:
@@ -110,9 +112,15 @@ class AsyncScheduler:
         """K and expected tokens per second, for the older survivals spread over the requests there are now."""
         if older.best[0] != num_requests:
             scale = num_requests / older.num_requests
-            admitted = np.arange(len(older.tokens)) * scale
-            theta = older.tokens * scale / self.curve.round_s(num_requests, num_requests + admitted)
+            theta = older.tokens * self._scale_per_s(num_requests, older.num_requests, len(older.tokens))
             best = float(theta.max())
-            place = int(np.flatnonzero(theta >= (1 - self.margin) * best)[-1])
-            older.best = num_requests, round(admitted[place]), best
+            place = int((theta >= (1 - self.margin) * best).nonzero()[0][-1])
+            older.best = num_requests, round(place * scale), best
         return older.best[1:]
+
+    def _scale_per_s_of(self, num_requests: int, num_older: int, count: int) -> np.ndarray:
+        """[count] what expected tokens after 0, 1, .. admissions among ``num_older`` requests are multiplied by: how
+        many more requests there are now, over the seconds of their round."""
+        scale = num_requests / num_older
+        seconds: np.ndarray = self.curve.round_s(num_requests, num_requests + np.arange(count) * scale)
+        return scale / seconds
