@@ -250,10 +250,13 @@ class _Curves:
 class _Retrospective:
     """Not a policy to use: an unconstrained search over this round's own confidences lets x_k decide about itself."""
 
-    reads_confidence = True
+    remembers = False
 
     def __init__(self, curve: CapacityCurve) -> None:
         self.curve = curve
+
+    def needs_confidence(self, num_requests: int, block_size: int) -> bool:
+        return True
 
     def check(self, block_size: int, has_confidence: bool) -> None: ...
 

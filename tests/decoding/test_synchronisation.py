@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dspark_exp.decoding import DecodingBatch, Fixed, Full, Request, Sampling, Threshold
+from dspark_exp.scheduling import AsyncScheduler, CapacityCurve
 from dspark_exp.targets import Target
 from tests.conftest import make_cache, make_drafter
 
@@ -20,6 +22,8 @@ _WAITS = (
     "aten.equal",
     "aten.unique",
 )
+_CHEAP = CapacityCurve(np.array([1.0, 99.0]), np.array([1.0, 1.0]))  # a token more costs nothing
+_DEAR = CapacityCurve(np.array([1.0, 3.0, 6.0, 99.0]), np.array([1.0, 1.0, 1.5, 90.0]))
 
 
 class _Waits(TorchDispatchMode):
@@ -41,18 +45,25 @@ class _Waits(TorchDispatchMode):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
-    ("kind", "policy", "reads"),
+    ("kind", "policy", "reads"),  # in two rounds
     [
-        (None, Full(), 1),
-        ("dflash", Full(), 1),
-        ("dspark_markov", Fixed(2), 1),
-        ("dspark_rnn", Full(), 1),
-        ("eagle3", Full(), 1),
-        ("dspark_markov", Threshold(0.45), 2),  # lengths that follow this round's confidence
+        (None, Full(), 2),
+        ("dflash", Full(), 2),
+        ("dspark_markov", Fixed(2), 2),
+        ("dspark_rnn", Full(), 2),
+        ("eagle3", Full(), 2),
+        ("dspark_markov", Threshold(0.45), 4),  # lengths that follow this round's confidence
+        ("dspark_markov", AsyncScheduler(_CHEAP, margin=0.9), 2),  # everything is verified: there is nothing to rank
+        ("dspark_markov", AsyncScheduler(_DEAR, staleness=1, margin=0.0), 3),  # the second round ranks
     ],
 )
 def test_a_round_reads_the_device_once(
-    target: Target, kind: str | None, policy: Any, reads: int, temperature: float, monkeypatch: pytest.MonkeyPatch
+    target: Target,
+    kind: str | None,
+    policy: Any,
+    reads: int,
+    temperature: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     drafter = None if kind is None else make_drafter(kind, target)
     batch = DecodingBatch(target, drafter, make_cache, Sampling(temperature, top_p=0.9), policy, 3, 60)
@@ -70,4 +81,4 @@ def test_a_round_reads_the_device_once(
         for _ in range(2):
             batch.round()
     assert waits.seen == []
-    assert copies == ["cpu"] * 2 * reads
+    assert copies == ["cpu"] * reads

@@ -2,7 +2,7 @@
 
 In: requests that enter and leave between rounds. Out: their generations, token by token. A verification pass is one
 flattened forward of B = sum(1 + l_r) tokens. Device and host meet once a round, when the verdict is read (twice where
-a policy reads this round's confidence). With no drafter it is plain decoding. A drafter hears of the target's features
+a policy needs this round's confidence). With no drafter it is plain decoding. A drafter hears of the target's features
 when a request is next drafted for: rounds without a draft cost what plain decoding costs.
 Knows nothing about queues, training or metrics.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,6 +24,7 @@ from dspark_exp.decoding.early_exit import EarlyExit
 from dspark_exp.decoding.policies import Rotation, VerificationPolicy
 from dspark_exp.decoding.requests import Progress, Request, Round, positions_needed, shared_prefills
 from dspark_exp.decoding.sampling import Sampling
+from dspark_exp.decoding.transfer import Verified, fetch, spread, widened
 from dspark_exp.decoding.verification import verify_block, verify_greedy
 
 MakeCache = Callable[[int, int, int, int, int], Any]
@@ -82,16 +83,6 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class _Verified:
-    """A round as the host sees it."""
-
-    drafted: list[list[int]]  # [R][G]
-    accepted: list[int]
-    next_token: list[int]
-    confidence: list[list[float]] | None  # [R][G]
-
-
-@dataclass(frozen=True)
 class _Features:
     """The target's features of a run of tokens of one request, and the tokens that follow each."""
 
@@ -136,7 +127,7 @@ class DecodingBatch:
         self._stop_ids = frozenset(target.facts.stop_ids)
         self._carry: dict[int, Tensor] = {}
         self._unheard: defaultdict[int, list[_Features]] = defaultdict(list)
-        self._rotation = Rotation()
+        self._rotation, self._is_told = Rotation(), False
         self.policy.start()
         self._cache = target.new_cache(num_rows, max_length)
         self._store: Any = None
@@ -223,10 +214,11 @@ class DecodingBatch:
         if drafting:
             proposal = self._propose(drafting, rows, anchors, anchor_ids, uniform[:, :size])
             lengths[drafting] = self._lengths(proposal)
-            proposal = proposal if len(drafting) == len(rows) else _widened(proposal, drafting, len(rows))
+            proposal = proposal if len(drafting) == len(rows) else widened(proposal, drafting, len(rows))
         clock = self._drafted(clock, proposal)
         outcome, taps = self._verify(rows, anchors, anchor_ids, proposal, lengths, uniform[:, size:])
         self.clock.verify_s += time.perf_counter() - clock
+        self._tell(drafting, outcome)
         self._commit(progress, outcome, lengths, frozenset(drafting))
         self._hear_accepted(rows, anchors, outcome, lengths, taps)
 
@@ -246,12 +238,19 @@ class DecodingBatch:
         return sorted(chosen.union(piled))
 
     def _lengths(self, proposal: Proposal) -> np.ndarray:
-        confidence = None
-        if self.policy.reads_confidence and proposal.confidence is not None:
-            confidence = proposal.confidence.float().cpu().numpy()
-            if self._calibrate is not None:
-                confidence = self._calibrate(confidence)
-        return np.asarray(self.policy.lengths(confidence, len(proposal.tokens), self.block_size))
+        confidence, shape = None, (len(proposal.tokens), self.block_size)
+        self._is_told = proposal.confidence is not None and self.policy.needs_confidence(*shape)
+        if self._is_told:
+            confidence = self._calibrated(proposal.confidence.float().cpu().numpy())  # type: ignore[union-attr]
+        return np.asarray(self.policy.lengths(confidence, *shape))
+
+    def _calibrated(self, confidence_RG: np.ndarray) -> np.ndarray:
+        return confidence_RG if self._calibrate is None else self._calibrate(confidence_RG)
+
+    def _tell(self, drafting: list[int], outcome: Verified) -> None:
+        """Policies that remember hear of confidences that they could do without, from the round's one transfer."""
+        if drafting and self.policy.remembers and not self._is_told and outcome.confidence is not None:
+            self.policy.observe(self._calibrated(outcome.confidence[drafting]))
 
     def _drafted(self, started: float, proposal: Proposal | None) -> float:
         head_s, now = proposal.head_s if proposal is not None else 0.0, time.perf_counter()
@@ -278,7 +277,7 @@ class DecodingBatch:
         proposal: Proposal | None,
         lengths: np.ndarray,
         uniform: Tensor,
-    ) -> tuple[_Verified, Tensor]:
+    ) -> tuple[Verified, Tensor]:
         """One pass of the target over anchors and chosen tokens, and the round's one read of the device."""
         device, width = self.target.device, self.block_size + 1
         plan = self._cache.causal_pass(rows, anchors, (lengths + 1).tolist())
@@ -296,23 +295,24 @@ class DecodingBatch:
         else:
             on_device = torch.from_numpy(lengths).to(device)
             accepted, next_token = self._verdict(proposal, logits, chosen, on_device, uniform)
-        return _fetch(block, accepted, next_token, proposal), taps
+        return fetch(block, accepted, next_token, proposal), taps
 
     def _verdict(
         self, proposal: Proposal, logits_BV: Tensor, chosen: Tensor | None, lengths: Tensor, uniform: Tensor
     ) -> tuple[Tensor, Tensor]:
         shape = (len(lengths), self.block_size + 1)
         if proposal.probs is None:
-            best = _spread(logits_BV.argmax(-1), chosen, shape)
+            best = spread(logits_BV.argmax(-1), chosen, shape)
             verdict = verify_greedy(best, proposal.tokens, lengths)
         else:
-            probs = _spread(self.sampling.probs(logits_BV), chosen, shape)
+            probs = spread(self.sampling.probs(logits_BV), chosen, shape)
             verdict = verify_block(proposal.probs, probs, proposal.tokens, lengths, uniform[:, :-1], uniform[:, -1])
         return verdict.num_accepted, verdict.next_token
 
     def _commit(
-        self, progress: list[Progress], outcome: _Verified, lengths: np.ndarray, drafting: frozenset[int]
+        self, progress: list[Progress], outcome: Verified, lengths: np.ndarray, drafting: frozenset[int]
     ) -> None:
+        confidences = outcome.confidence
         for index, request in enumerate(progress):
             count, verified = outcome.accepted[index], int(lengths[index])
             emitted = request.emit([*outcome.drafted[index][:count], outcome.next_token[index]])
@@ -320,12 +320,11 @@ class DecodingBatch:
             if emitted <= count:  # the end fell inside the accepted tokens: what follows it does not exist
                 count = verified = emitted
             drafted = self.block_size if index in drafting else 0
-            known = drafted > 0 and outcome.confidence is not None
-            confidence = tuple(outcome.confidence[index]) if known else ()  # type: ignore[index]
+            confidence = tuple(confidences[index].tolist()) if drafted and confidences is not None else ()
             request.generation.rounds.append(Round(drafted, verified, count, emitted, confidence))
 
     def _hear_accepted(
-        self, rows: list[int], anchors: list[int], outcome: _Verified, lengths: np.ndarray, taps: Tensor
+        self, rows: list[int], anchors: list[int], outcome: Verified, lengths: np.ndarray, taps: Tensor
     ) -> None:
         """Keep the target's features of the anchor and the accepted tokens for the drafter."""
         if self.drafter is None:
@@ -353,43 +352,3 @@ class DecodingBatch:
         carry = self.drafter.extend(self._store, rows, starts, counts, taps, following.to(taps.device))
         if carry is not None:
             self._carry.update(zip(rows, carry, strict=True))
-
-
-def _widened(proposal: Proposal, drafting: list[int], num_requests: int) -> Proposal:
-    """A proposal for some requests as one for all; rows of the others are zero and are not read."""
-    index = torch.tensor(drafting, device=proposal.tokens.device)
-
-    def wide(part: Tensor | None) -> Tensor | None:
-        if part is None:
-            return None
-        return part.new_zeros(num_requests, *part.shape[1:]).index_copy_(0, index, part)
-
-    tokens = wide(proposal.tokens)
-    assert tokens is not None
-    return replace(proposal, tokens=tokens, probs=wide(proposal.probs), confidence=wide(proposal.confidence))
-
-
-def _fetch(block: Tensor, accepted: Tensor, next_token: Tensor, proposal: Proposal | None) -> _Verified:
-    """Everything the host needs of a round in one transfer; confidences travel as the bits of a float32."""
-    parts = [block[:, 1:], accepted[:, None], next_token[:, None]]
-    confidence = None if proposal is None else proposal.confidence
-    if confidence is not None:
-        parts.append(confidence.float().view(torch.int32))
-    host = torch.cat([part.long() for part in parts], dim=1).cpu().numpy()
-    size = block.shape[1] - 1
-    bits = host[:, size + 2 :].astype(np.int32)
-    return _Verified(
-        host[:, :size].tolist(),
-        host[:, size].tolist(),
-        host[:, size + 1].tolist(),
-        bits.view(np.float32).tolist() if confidence is not None else None,
-    )
-
-
-def _spread(values_B: Tensor, chosen: Tensor | None, shape: tuple[int, int]) -> Tensor:
-    """[B, ...] -> [R, G+1, ...]; what was not verified is zero and is not read."""
-    if chosen is None:
-        return values_B.view(*shape, *values_B.shape[1:])
-    rows = shape[0] * shape[1]
-    spread = values_B.new_zeros(rows, *values_B.shape[1:]).index_copy_(0, chosen, values_B)
-    return spread.view(*shape, *values_B.shape[1:])

@@ -20,7 +20,10 @@ class VerificationPolicy(Protocol):
     """Chooses verification lengths. One object serves one batch of requests at a time."""
 
     @property
-    def reads_confidence(self) -> bool:
+    def remembers(self) -> bool:
+        """Whether ``observe`` is called after rounds for which ``lengths`` needed no confidences."""
+
+    def needs_confidence(self, num_requests: int, block_size: int) -> bool:
         """Whether ``lengths`` needs this round's confidences, which costs one more read of the device."""
 
     def check(self, block_size: int, has_confidence: bool) -> None:
@@ -34,6 +37,9 @@ class VerificationPolicy(Protocol):
 
     def lengths(self, confidence_RG: np.ndarray | None, num_requests: int, block_size: int) -> np.ndarray:
         """[R] integers within 0..G, for the R requests that draft."""
+
+    def observe(self, confidence_RG: np.ndarray) -> None:
+        """This round's confidences of the requests that drafted, once the round is over."""
 
 
 class Rotation:
@@ -59,7 +65,13 @@ def check_policy(policy: VerificationPolicy, drafter: Any) -> None:
 class _Static:
     """What policies without memory share."""
 
-    reads_confidence = False
+    remembers = False
+
+    def needs_confidence(self, num_requests: int, block_size: int) -> bool:
+        return False
+
+    def observe(self, confidence_RG: np.ndarray) -> None:
+        """Nothing is remembered."""
 
     def start(self) -> None:
         """Nothing is remembered."""
@@ -104,7 +116,9 @@ class Threshold(_Static):
     """Cut before the first position whose conditional confidence falls below ``threshold``."""
 
     threshold: float
-    reads_confidence = True
+
+    def needs_confidence(self, num_requests: int, block_size: int) -> bool:
+        return True
 
     def check(self, block_size: int, has_confidence: bool) -> None:
         """Needs a confidence head and a threshold in [0, 1]."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from dspark_exp.errors import ConfigError
 from dspark_exp.scheduling.capacity import CapacityCurve
-from dspark_exp.scheduling.prefix import need_confidence, rank, survivals
+from dspark_exp.scheduling.prefix import Ranking, need_confidence, rank, survivals
 
 _LONGER = 4  # by how much the next pause is longer where drafting did not pay again
 
@@ -50,7 +50,7 @@ class AsyncScheduler:
             confidences is not exact.
     """
 
-    reads_confidence = True
+    remembers = True
     MEMORY = 8
 
     def __init__(self, curve: CapacityCurve, staleness: int = 2, probe_every: int = 256, margin: float = 0.02) -> None:
@@ -95,15 +95,31 @@ class AsyncScheduler:
         self._pause, self._undrafted = min(_LONGER * self._pause, self.probe_every), 0
         return 1  # a pause is over: try again where it costs least, and wait longer the next time
 
+    def needs_confidence(self, num_requests: int, block_size: int) -> bool:
+        """Not where everything is verified: there is nothing to rank, and older rounds have decided that."""
+        return self._capacity(num_requests, block_size) < num_requests * block_size
+
     def lengths(self, confidence_RG: np.ndarray | None, num_requests: int, block_size: int) -> np.ndarray:
-        assert confidence_RG is not None
+        if confidence_RG is None:
+            return np.full(num_requests, block_size)
+        capacity = self._capacity(num_requests, block_size)
+        return self._remember(confidence_RG).lengths(capacity, num_requests)
+
+    def observe(self, confidence_RG: np.ndarray) -> None:
+        """What later rounds go by, of a round that was verified whole."""
+        self._remember(confidence_RG)
+
+    def _remember(self, confidence_RG: np.ndarray) -> Ranking:
         ranking = rank(survivals(confidence_RG))
-        capacity = num_requests * block_size
-        if self._older:
-            older = (self._old_enough() or [self._older[0]])[-1]
-            capacity = min(capacity, self._best(older, num_requests)[0])
-        self._older.append(_Older(self._time, ranking.tokens, num_requests))
-        return ranking.lengths(capacity, num_requests)
+        self._older.append(_Older(self._time, ranking.tokens, len(confidence_RG)))
+        return ranking
+
+    def _capacity(self, num_requests: int, block_size: int) -> int:
+        """K for so many requests; all where nothing is known."""
+        if not self._older:
+            return num_requests * block_size
+        older = (self._old_enough() or [self._older[0]])[-1]
+        return min(num_requests * block_size, self._best(older, num_requests)[0])
 
     def _old_enough(self) -> list[_Older]:
         return [older for older in self._older if self._time - older.time >= self.staleness]

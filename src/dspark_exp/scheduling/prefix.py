@@ -83,7 +83,7 @@ class PrefixScheduler:
         curve: the capacity of this machine.
     """
 
-    reads_confidence = True
+    remembers = False
 
     def __init__(self, curve: CapacityCurve) -> None:
         self.curve = curve
@@ -98,6 +98,12 @@ class PrefixScheduler:
 
     def start(self) -> None:
         """Nothing is remembered between rounds."""
+
+    def observe(self, confidence_RG: np.ndarray) -> None:
+        """Nothing is remembered between rounds."""
+
+    def needs_confidence(self, num_requests: int, block_size: int) -> bool:
+        return True
 
     def num_drafting(self, num_requests: int) -> int:
         """All, every round: this round's confidence is what it schedules by."""

@@ -27,7 +27,7 @@ class EveryRound:
     Lengths differ from request to request where they can, as they do under a scheduler.
     """
 
-    reads_confidence = True  # as a scheduler does
+    remembers = False
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -37,6 +37,13 @@ class EveryRound:
 
     def start(self) -> None:
         """Nothing is remembered."""
+
+    def observe(self, confidence_RG: np.ndarray) -> None:
+        """Nothing is remembered."""
+
+    def needs_confidence(self, num_requests: int, block_size: int) -> bool:
+        """As a scheduler does."""
+        return True
 
     def num_drafting(self, num_requests: int) -> int:
         return num_requests if self.length >= 0 else 0
