@@ -249,8 +249,9 @@ class DecodingBatch:
 
     def _tell(self, drafting: list[int], outcome: Verified) -> None:
         """Policies that remember hear of confidences that they could do without, from the round's one transfer."""
-        if drafting and self.policy.remembers and not self._is_told and outcome.confidence is not None:
-            self.policy.observe(self._calibrated(outcome.confidence[drafting]))
+        told = outcome.confidence
+        if drafting and self.policy.remembers and not self._is_told and told is not None:
+            self.policy.observe(self._calibrated(told if len(drafting) == len(told) else told[drafting]))
 
     def _drafted(self, started: float, proposal: Proposal | None) -> float:
         head_s, now = proposal.head_s if proposal is not None else 0.0, time.perf_counter()
