@@ -49,8 +49,9 @@ def test_every_sweep_composes_and_its_claims_name_real_options(path: Path) -> No
     assert config.experiment == name
     options = flattened(plain)
     arms = [arm for c in config.sweep.claims for arm in (c.first, c.second, c.first_over, c.second_over) if arm]
-    assert arms or name == "tune"
-    for option in {config.sweep.x, *config.sweep.lines, *(key for arm in arms for key in arm)}:
+    assert bool(arms) == (config.sweep.x is not None) == (name != "tune")  # a search has no axis and no claims
+    axes = [config.sweep.x] if config.sweep.x is not None else []
+    for option in {*axes, *config.sweep.lines, *(key for arm in arms for key in arm)}:
         assert option in options, option
 
 
