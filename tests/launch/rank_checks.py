@@ -21,7 +21,7 @@ from dspark_exp.data.sources import Conversation
 from dspark_exp.decoding import Request, Sampling, SpeculativeLoop
 from dspark_exp.errors import ConfigError
 from dspark_exp.launch import barrier, before_meeting, gathered, locked_together, num_ranks, rank, share
-from dspark_exp.launch.ranks import _before_meeting, join_ranks, leave_ranks
+from dspark_exp.launch.ranks import _before_meeting, end_rank, join_ranks
 from dspark_exp.objectives import BlockObjective, TrainingTimeTestObjective
 from dspark_exp.targets import cut_over_ranks, rank_mesh, shard_over_ranks
 from dspark_exp.tasks.building import open_target
@@ -228,4 +228,4 @@ if __name__ == "__main__":
     join_ranks()
     for check in sys.argv[1:]:
         globals()[check]()
-    leave_ranks()
+    end_rank()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from filelock import FileLock
@@ -53,6 +55,19 @@ def leave_ranks() -> None:
     _before_meeting.clear()
     if _joined():
         distributed.destroy_process_group()
+
+
+def end_rank() -> NoReturn:
+    """Part in order and end this process, all being well.
+
+    Here and now: in the interpreter's teardown, threads of gloo that still hold tensors may abort a process whose work
+    is done (pytorch/pytorch#179291).
+    """
+    leave_ranks()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def share(items: Sequence[Item]) -> list[Item]:

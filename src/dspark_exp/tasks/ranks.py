@@ -13,14 +13,14 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from omegaconf import OmegaConf
 
 from dspark_exp.config import validated
 from dspark_exp.errors import ConfigError, DsparkError, Pruned
 from dspark_exp.launch import multi_node_commands, run_on_ranks
-from dspark_exp.launch.ranks import join_ranks, leave_ranks
+from dspark_exp.launch.ranks import end_rank, join_ranks
 from dspark_exp.launch.torchrun import FAILURE
 from dspark_exp.quiet import quiet_libraries
 from dspark_exp.tasks.building import devices_of, ranks_of
@@ -63,7 +63,7 @@ def train_on_devices(job: Job) -> dict[str, Any]:
     return dict(json.loads(job.results_path.read_text()))
 
 
-def as_rank(work: Callable[[Path], object]) -> None:
+def as_rank(work: Callable[[Path], object]) -> NoReturn:
     """This process as one rank: ``work`` on the file that was handed over, between meeting the others and parting.
 
     A DsparkError becomes one sentence that the owner of the job reads.
@@ -76,7 +76,7 @@ def as_rank(work: Callable[[Path], object]) -> None:
     try:
         join_ranks()
         work(path)
-        leave_ranks()
+        end_rank()
     except DsparkError as error:
         logs = path.parent / "ranks"
         logs.mkdir(exist_ok=True)
