@@ -76,3 +76,27 @@ def test_calibration_reaches_the_policy() -> None:
         [_request([3] * 40, 0.999)], steep, scheduler, num_rows=1, concurrency=1, calibrate=lambda c: c * 0.01
     )
     assert doubtful.summary()["verified_per_round"] < sure.summary()["verified_per_round"]
+
+
+@pytest.mark.parametrize("users", [1, 4])
+def test_a_drafter_that_promises_too_much_is_not_drafted_for_where_that_does_not_pay(users: int) -> None:
+    """A drafted round costs 1.5 plain ones; three tokens are promised at 0.9 each, few are accepted."""
+    rounds = Rounds(np.array([1.0, 4.0]), np.array([0.0, 3.0]), np.array([[1.5, 1.6]] * 2), np.array([1.0, 1.0]))
+    curve = CapacityCurve(np.array([1.0, 100.0]), np.array([1.0, 1.0]), rounds)
+    requests = [_request([0, 0, 1, 0] * 100) for _ in range(2 * users)]
+
+    def throughput(policy: AsyncScheduler | None) -> float:
+        return simulate(requests, curve, policy, num_rows=users, concurrency=users).throughput
+
+    plain = throughput(None)
+    assert throughput(AsyncScheduler(curve, feedback=False)) < 0.85 * plain
+    assert throughput(AsyncScheduler(curve)) > 0.96 * plain
+
+
+def test_what_confidences_are_worth_is_learned_both_ways() -> None:
+    curve = CapacityCurve(np.array([1.0, 100.0]), np.array([1.0, 1.0]))
+    for confidence, accepted in ((0.9, 0), (0.5, 2), (0.2, 3)):
+        scheduler = AsyncScheduler(curve)
+        simulate([_request([accepted] * 2000, confidence)], curve, scheduler, num_rows=1, concurrency=1)
+        promised = confidence + confidence**2 + confidence**3
+        assert scheduler._kept / scheduler._promised == pytest.approx(accepted / promised, rel=0.05, abs=0.05)

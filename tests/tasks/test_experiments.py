@@ -11,6 +11,7 @@ import torch
 from dspark_exp.calibration import Calibration, read_calibration
 from dspark_exp.config import resolved_dict, validated
 from dspark_exp.errors import ConfigError
+from dspark_exp.reports.rebuild import rebuild
 from dspark_exp.tasks import confidence, export, load, profile_capacity, serve
 from dspark_exp.tasks.train_eval import Job, train_eval
 from dspark_exp.tasks.trained import finished_checkpoint, trained_drafter
@@ -93,6 +94,13 @@ def test_every_experiment_writes_its_report(folder: Path, name: str, run, figure
     assert results["experiment"] == name
     assert "step 30" in results["checkpoint"]
     assert len((report.parent / "table.csv").read_text().splitlines()) > 1
+    mine = folder / "renamed" / f"my_{name}" / "tiny"  # as experiment=my_... files it
+    mine.mkdir(parents=True)
+    (mine / "results.json").write_text(json.dumps({**results, "experiment": f"my_{name}"}))
+    rebuilt, left = rebuild(folder / "renamed")
+    assert mine in rebuilt
+    assert not left
+    assert (mine / "report.md").read_text() == report.read_text()
 
 
 def test_pareto_compares_the_arms_and_the_simulator(folder: Path) -> None:

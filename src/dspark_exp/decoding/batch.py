@@ -218,7 +218,8 @@ class DecodingBatch:
         clock = self._drafted(clock, proposal)
         outcome, taps = self._verify(rows, anchors, anchor_ids, proposal, lengths, uniform[:, size:])
         self.clock.verify_s += time.perf_counter() - clock
-        self._tell(drafting, outcome)
+        if drafting and self.policy.remembers:
+            self._tell(drafting, lengths, outcome)
         self._commit(progress, outcome, lengths, frozenset(drafting))
         self._hear_accepted(rows, anchors, outcome, lengths, taps)
 
@@ -247,11 +248,13 @@ class DecodingBatch:
     def _calibrated(self, confidence_RG: np.ndarray) -> np.ndarray:
         return confidence_RG if self._calibrate is None else self._calibrate(confidence_RG)
 
-    def _tell(self, drafting: list[int], outcome: Verified) -> None:
-        """Policies that remember hear of confidences that they could do without, from the round's one transfer."""
-        told = outcome.confidence
-        if drafting and self.policy.remembers and not self._is_told and told is not None:
-            self.policy.observe(self._calibrated(told if len(drafting) == len(told) else told[drafting]))
+    def _tell(self, drafting: list[int], lengths: np.ndarray, outcome: Verified) -> None:
+        """Policies that remember hear how the round ended, from its one transfer."""
+        accepted, confidence = np.asarray(outcome.accepted), None if self._is_told else outcome.confidence
+        if len(drafting) < len(lengths):
+            lengths, accepted = lengths[drafting], accepted[drafting]
+            confidence = None if confidence is None else confidence[drafting]
+        self.policy.observe(None if confidence is None else self._calibrated(confidence), lengths, accepted)
 
     def _drafted(self, started: float, proposal: Proposal | None) -> float:
         head_s, now = proposal.head_s if proposal is not None else 0.0, time.perf_counter()

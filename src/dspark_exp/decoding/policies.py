@@ -21,7 +21,7 @@ class VerificationPolicy(Protocol):
 
     @property
     def remembers(self) -> bool:
-        """Whether ``observe`` is called after rounds for which ``lengths`` needed no confidences."""
+        """Whether ``observe`` is called."""
 
     def needs_confidence(self, num_requests: int, block_size: int) -> bool:
         """Whether ``lengths`` needs this round's confidences, which costs one more read of the device."""
@@ -38,8 +38,9 @@ class VerificationPolicy(Protocol):
     def lengths(self, confidence_RG: np.ndarray | None, num_requests: int, block_size: int) -> np.ndarray:
         """[R] integers within 0..G, for the R requests that draft."""
 
-    def observe(self, confidence_RG: np.ndarray) -> None:
-        """This round's confidences of the requests that drafted, once the round is over."""
+    def observe(self, confidence_RG: np.ndarray | None, lengths: np.ndarray, accepted: np.ndarray) -> None:
+        """The round is over: lengths and accepted draft tokens [R] of the requests that drafted, and confidences where
+        ``lengths`` needed none."""
 
 
 class Rotation:
@@ -70,7 +71,7 @@ class _Static:
     def needs_confidence(self, num_requests: int, block_size: int) -> bool:
         return False
 
-    def observe(self, confidence_RG: np.ndarray) -> None:
+    def observe(self, confidence_RG: np.ndarray | None, lengths: np.ndarray, accepted: np.ndarray) -> None:
         """Nothing is remembered."""
 
     def start(self) -> None:

@@ -16,7 +16,7 @@ from dspark_exp.reports.load import write_early_exit, write_load_adaptive, write
 from dspark_exp.reports.search import write_search_files
 from dspark_exp.reports.sweeps import write_sweep_files
 
-_WRITERS: dict[str, Callable[[Path, dict[str, Any]], object]] = {
+_WRITERS: dict[str, Callable[[Path, dict[str, Any]], object]] = {  # by task, in older results by experiment
     "table1": lambda folder, results: write_files(results, folder),
     "capacity": lambda folder, results: write_capacity_report(folder, results["target"], results),
     "reliability": write_reliability,
@@ -48,7 +48,8 @@ def rebuild(reports: Path) -> tuple[list[Path], list[Path]]:
             results = json.loads(path.read_text())
         except json.JSONDecodeError as error:
             raise DataError(f"{path} is not JSON ({error}); run its experiment again.") from error
-        write = _WRITERS.get(results.get("experiment") or path.parent.parent.name)
+        named = results.get("task") or results.get("experiment") or path.parent.parent.name
+        write = _WRITERS.get(named)
         if "sweep" in results:
             write_sweep_files(results, path.parent)
         elif "search" in results:

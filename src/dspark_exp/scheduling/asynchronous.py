@@ -18,6 +18,8 @@ from dspark_exp.scheduling.capacity import CapacityCurve
 from dspark_exp.scheduling.prefix import Ranking, need_confidence, rank, survivals
 
 _LONGER = 4  # by how much the next pause is longer where drafting did not pay again
+_KEPT = 0.99  # share of older outcomes that a drafted round leaves in the account
+_PRIOR = 8.0  # accepted draft tokens, as promised, that the account begins with
 
 
 @dataclass
@@ -38,12 +40,16 @@ class AsyncScheduler:
     again for one request, and pauses four times as long whenever that did not pay either. A pause ends at once where
     the number of requests is one for which drafting pays.
 
+    What confidences promise is taken for as much as older promises were worth: a drafter that trusts itself too much is
+    not drafted for where that does not pay. Older rounds alone decide, so the emitted tokens stay exact.
+
     Args:
         curve: the capacity of this machine.
         staleness: age in rounds of the confidences that decide K (the paper: 2).
         probe_every: rounds without a draft in a row at most.
         margin: K is the largest number whose expected throughput is within this share of the best: where the curve
             hardly tells two apart, whole blocks go through in fewer rounds. 0 = the best itself.
+        feedback: weigh promises by what older ones were worth; false = take confidences at their word.
 
     Raises:
         ConfigError: staleness or probe_every below 1, or a margin outside [0, 1). Capacity from this round's own
@@ -53,7 +59,14 @@ class AsyncScheduler:
     remembers = True
     MEMORY = 8
 
-    def __init__(self, curve: CapacityCurve, staleness: int = 2, probe_every: int = 256, margin: float = 0.02) -> None:
+    def __init__(
+        self,
+        curve: CapacityCurve,
+        staleness: int = 2,
+        probe_every: int = 256,
+        margin: float = 0.02,
+        feedback: bool = True,
+    ) -> None:
         if not 0 <= margin < 1:
             raise ConfigError(f"policy.margin={margin} must lie in [0, 1).")
         if staleness < 1 or probe_every < 1:
@@ -62,7 +75,7 @@ class AsyncScheduler:
                 "from this round's own confidences would let a token decide whether it is verified."
             )
         self.curve, self.staleness, self.probe_every = curve, staleness, probe_every
-        self.margin = margin
+        self.margin, self.feedback = margin, feedback
         self._scale_per_s = lru_cache(maxsize=64)(self._scale_per_s_of)  # a round costs what it cost in the last one
         self.start()
 
@@ -78,6 +91,8 @@ class AsyncScheduler:
         """Forget older rounds: a new batch begins."""
         self._older: deque[_Older] = deque(maxlen=self.staleness + self.MEMORY)
         self._time, self._pause, self._undrafted = 0, 1, 0
+        self._promised = self._kept = _PRIOR
+        self._survival = np.zeros((0, 0))
 
     def num_drafting(self, num_requests: int) -> int:
         """All where drafting beats plain decoding, by what older rounds predict for the requests there are now.
@@ -105,13 +120,19 @@ class AsyncScheduler:
         capacity = self._capacity(num_requests, block_size)
         return self._remember(confidence_RG).lengths(capacity, num_requests)
 
-    def observe(self, confidence_RG: np.ndarray) -> None:
-        """What later rounds go by, of a round that was verified whole."""
-        self._remember(confidence_RG)
+    def observe(self, confidence_RG: np.ndarray | None, lengths: np.ndarray, accepted: np.ndarray) -> None:
+        """What later rounds go by: the outcome, and the confidences of a round that was verified whole."""
+        if confidence_RG is not None:
+            self._remember(confidence_RG)
+        verified = np.arange(self._survival.shape[1]) < np.asarray(lengths)[:, None]
+        self._promised = _KEPT * self._promised + float(self._survival[verified].sum())
+        self._kept = _KEPT * self._kept + float(np.sum(accepted))
 
     def _remember(self, confidence_RG: np.ndarray) -> Ranking:
-        ranking = rank(survivals(confidence_RG))
-        self._older.append(_Older(self._time, ranking.tokens, len(confidence_RG)))
+        self._survival = survivals(confidence_RG)
+        ranking, count = rank(self._survival), len(confidence_RG)
+        worth = self._kept / self._promised if self.feedback else 1.0
+        self._older.append(_Older(self._time, count + worth * (ranking.tokens - count), count))
         return ranking
 
     def _capacity(self, num_requests: int, block_size: int) -> int:

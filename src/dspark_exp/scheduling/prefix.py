@@ -99,7 +99,7 @@ class PrefixScheduler:
     def start(self) -> None:
         """Nothing is remembered between rounds."""
 
-    def observe(self, confidence_RG: np.ndarray) -> None:
+    def observe(self, confidence_RG: np.ndarray | None, lengths: np.ndarray, accepted: np.ndarray) -> None:
         """Nothing is remembered between rounds."""
 
     def needs_confidence(self, num_requests: int, block_size: int) -> bool:

@@ -108,6 +108,9 @@ def _round(
         confidence = np.stack([active[i].request.confidence[active[i].position] for i in drafting])
         seen = confidence if calibrate is None else calibrate(confidence)
         lengths[drafting] = policy.lengths(seen, len(drafting), size)
+        if policy.remembers:
+            worth = [int(active[i].request.accepted[active[i].position]) for i in drafting]
+            policy.observe(None, lengths[drafting], np.minimum(worth, lengths[drafting]))
     drafted = set(drafting)
     for index, flight in enumerate(active):
         left = len(flight.request.accepted) - flight.position

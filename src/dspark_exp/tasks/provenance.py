@@ -50,6 +50,7 @@ def experiment_header(config: ExperimentConfig, target: Target, checkpoint: str)
     """What the results of an experiment on a trained drafter begin with."""
     return {
         "experiment": config.experiment,
+        "task": config.task,
         "target": config.target.name,
         "drafter": config.drafter.name,
         "checkpoint": checkpoint,

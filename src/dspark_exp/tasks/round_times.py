@@ -38,7 +38,7 @@ class EveryRound:
     def start(self) -> None:
         """Nothing is remembered."""
 
-    def observe(self, confidence_RG: np.ndarray) -> None:
+    def observe(self, confidence_RG: np.ndarray | None, lengths: np.ndarray, accepted: np.ndarray) -> None:
         """Nothing is remembered."""
 
     def needs_confidence(self, num_requests: int, block_size: int) -> bool:
