@@ -57,13 +57,13 @@ def _reliability_figure(results: dict[str, Any], path: Path) -> None:
         for name, color in (("raw", RAW), ("calibrated", CALIBRATED)):
             sheet = pair[name]
             bins = [b for b in sheet["bins"][k - 1] if b[0] >= 10]
-            label = f"{name}: ECE {100 * sheet['ece'][k - 1]:.1f} %"
+            label = f"{name}: ECE {_percent(sheet['ece'][k - 1])}"
             axis.plot([b[1] for b in bins], [b[2] for b in bins], "o-", ms=3.5, lw=1.5, color=color, label=label)
             if name == "calibrated":
                 counts.bar([b[1] for b in bins], [b[0] for b in bins], width=0.04, color=GREY, alpha=0.25, lw=0)
                 counts.set_ylim(0, 2.5 * max((b[0] for b in bins), default=1))
         axis.plot([0, 1], [0, 1], ":", color="#333333", lw=1)
-        axis.set_title(f"position {k}: AUROC {pair['raw']['auroc'][k - 1]:.2f}", fontsize=10)
+        axis.set_title(f"position {k}: AUROC {_number(pair['raw']['auroc'][k - 1])}", fontsize=10)
         axis.set_xlabel("predicted survival")
         axis.set_xlim(0, 1)
         axis.set_ylim(0, 1)
