@@ -184,6 +184,31 @@ def test_a_pause_ends_when_the_load_becomes_one_for_which_drafting_pays() -> Non
     assert scheduler.num_drafting(1) == 1
 
 
+def test_where_whole_blocks_go_through_it_listens_rarely_and_still_notices_that_they_stop() -> None:
+    rounds = Rounds(np.array([1.0, 4.0]), np.array([0.0, 3.0]), np.array([[1.5, 1.6]] * 2), np.array([1.0, 1.0]))
+    scheduler = AsyncScheduler(CapacityCurve(np.array([1.0, 100.0]), np.array([1.0, 1.0]), rounds))
+
+    def play(num_rounds: int, confidence: float, accepted: int) -> tuple[int, int]:
+        drafted = heard = 0
+        for _ in range(num_rounds):
+            if not (drafting := scheduler.num_drafting(2)):
+                continue
+            drafted += drafting == 2
+            seen = np.full((drafting, 3), confidence)
+            asked = scheduler.needs_confidence(drafting, 3)
+            lengths = scheduler.lengths(seen if asked else None, drafting, 3)
+            if scheduler.remembers:
+                heard += 1
+                scheduler.observe(None if asked else seen, lengths, np.minimum(lengths, accepted))
+        return drafted, heard
+
+    drafted, heard = play(170, 0.95, 3)
+    assert drafted == 170
+    assert heard == scheduler.MEMORY + scheduler.staleness + 160 // 8
+    assert play(800, 0.05, 0)[0] < 8 * scheduler.MEMORY + scheduler.staleness
+    assert play(2000, 0.95, 3)[0] > 1000  # probes hear that drafting pays again
+
+
 @pytest.mark.parametrize("staleness", [0, -1])
 def test_capacity_from_this_rounds_confidences_is_refused(staleness: int) -> None:
     with pytest.raises(ConfigError, match="staleness"):

@@ -7,6 +7,7 @@ emitted tokens stay exact. K is known before drafting: a round in which drafting
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,6 +21,7 @@ from dspark_exp.scheduling.prefix import Ranking, need_confidence, rank, surviva
 _LONGER = 4  # by how much the next pause is longer where drafting did not pay again
 _KEPT = 0.99  # share of older outcomes that a drafted round leaves in the account
 _PRIOR = 8.0  # accepted draft tokens, as promised, that the account begins with
+_LISTEN = 8  # where whole blocks have gone through for long, one round in so many is remembered
 
 
 @dataclass
@@ -43,6 +45,9 @@ class AsyncScheduler:
     What confidences promise is taken for as much as older promises were worth: a drafter that trusts itself too much is
     not drafted for where that does not pay. Older rounds alone decide, so the emitted tokens stay exact.
 
+    Where every block has gone through whole for as many rounds as it remembers, it listens to one round in eight, and
+    a round costs what it costs without a scheduler.
+
     Args:
         curve: the capacity of this machine.
         staleness: age in rounds of the confidences that decide K (the paper: 2).
@@ -56,7 +61,6 @@ class AsyncScheduler:
             confidences is not exact.
     """
 
-    remembers = True
     MEMORY = 8
 
     def __init__(
@@ -93,6 +97,13 @@ class AsyncScheduler:
         self._time, self._pause, self._undrafted = 0, 1, 0
         self._promised = self._kept = _PRIOR
         self._survival = np.zeros((0, 0))
+        self._whole = 0  # rounds in a row in which all drafted and all was verified
+        self._decided, self._decided_for, self._decide_at = True, 0, 0.0
+
+    @property
+    def remembers(self) -> bool:
+        """Whether ``observe`` is to be told of this round: decided with its lengths."""
+        return self._whole <= self.staleness + self.MEMORY or self._whole % _LISTEN == 0
 
     def num_drafting(self, num_requests: int) -> int:
         """All where drafting beats plain decoding, by what older rounds predict for the requests there are now.
@@ -100,15 +111,26 @@ class AsyncScheduler:
         Else none, or one where a pause is over.
         """
         self._time += 1
-        expected = [self._best(older, num_requests)[1] for older in self._old_enough()]
-        if not expected or sum(expected) / len(expected) > num_requests / self.curve.plain_s(num_requests):
+        if self._pays(num_requests):
             self._pause, self._undrafted = 1, 0
             return num_requests
+        self._whole = 0
         if self._undrafted < self._pause:
             self._undrafted += 1
             return 0
         self._pause, self._undrafted = min(_LONGER * self._pause, self.probe_every), 0
         return 1  # a pause is over: try again where it costs least, and wait longer the next time
+
+    def _pays(self, num_requests: int) -> bool:
+        """Whether drafting does, or nothing is known; looked at again when another round is old enough."""
+        if num_requests != self._decided_for or self._time >= self._decide_at:
+            expected = [self._best(older, num_requests)[1] for older in self._old_enough()]
+            plain = num_requests / self.curve.plain_s(num_requests)
+            self._decided = not expected or sum(expected) / len(expected) > plain
+            due = (older.time + self.staleness for older in self._older)
+            self._decide_at = min((time for time in due if time > self._time), default=math.inf)
+            self._decided_for = num_requests
+        return self._decided
 
     def needs_confidence(self, num_requests: int, block_size: int) -> bool:
         """Not where everything is verified: there is nothing to rank, and older rounds have decided that."""
@@ -116,7 +138,9 @@ class AsyncScheduler:
 
     def lengths(self, confidence_RG: np.ndarray | None, num_requests: int, block_size: int) -> np.ndarray:
         if confidence_RG is None:
+            self._whole += 1
             return np.full(num_requests, block_size)
+        self._whole = 0
         capacity = self._capacity(num_requests, block_size)
         return self._remember(confidence_RG).lengths(capacity, num_requests)
 
@@ -133,6 +157,7 @@ class AsyncScheduler:
         ranking, count = rank(self._survival), len(confidence_RG)
         worth = self._kept / self._promised if self.feedback else 1.0
         self._older.append(_Older(self._time, count + worth * (ranking.tokens - count), count))
+        self._decide_at = min(self._decide_at, self._time + self.staleness)
         return ranking
 
     def _capacity(self, num_requests: int, block_size: int) -> int:
