@@ -37,6 +37,7 @@ def run(composed: DictConfig) -> float | None:
         track,
         train_eval,
     )
+    from dspark_exp.tasks.auto_shard import with_shard_chosen
 
     quiet_libraries()
     config = validated(composed)
@@ -45,7 +46,7 @@ def run(composed: DictConfig) -> float | None:
         "train_eval": lambda: train_eval.show(ranks.train_on_devices(job)),
         "prepare_data": lambda: prepare_data.run_prepare_data(config),
         "inspect_data": lambda: inspect_data.run_inspect_data(config),
-        "estimate": lambda: estimate.run_estimate(config),
+        "estimate": lambda: estimate.run_estimate(with_shard_chosen(config)),
         "export": lambda: export.run_export(job),
         "profile_capacity": lambda: profile_capacity.run_profile_capacity(job),
         "reliability": lambda: confidence.run_reliability(job),

@@ -137,7 +137,7 @@ def _check_choices(config: ExperimentConfig) -> None:
         "data.replies": (config.data.replies, ("keep", "regenerate")),
         "evaluation.attention": (config.evaluation.attention, ("auto", "sdpa", "flex")),
         "features.mode": (config.features.mode, ("stored", "online", "bounded")),
-        "target.shard": (config.target.shard, (None, "fsdp", "tensor_parallel")),
+        "target.shard": (config.target.shard, (None, "fsdp", "tensor_parallel", "auto")),
         "trainer.strategy": (config.trainer.strategy, ("ddp", "fsdp")),
         "benchmark.source": (config.benchmark.source, ("language", "prompts")),
     }

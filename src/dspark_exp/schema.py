@@ -34,7 +34,7 @@ class TargetConfig:
     name: str
     path: str
     dtype: str
-    shard: str | None  # null | fsdp | tensor_parallel
+    shard: str | None  # null | fsdp | tensor_parallel | auto
     layer_ids: list[int] | None
     num_feature_layers: int
     mask_token_id: int | None

@@ -12,6 +12,7 @@ from dspark_exp.config import resolved_dict, validated
 from dspark_exp.errors import CheckpointError, ConfigError, DataError
 from dspark_exp.interop import read_drafter
 from dspark_exp.targets import load_target
+from dspark_exp.tasks.auto_shard import choose_shard, with_shard, with_shard_chosen
 from dspark_exp.tasks.building import build_drafter, open_target
 from dspark_exp.tasks.estimate import estimate, measure_rows, on_meta, parameters, run_estimate
 from dspark_exp.tasks.export import run_export
@@ -117,6 +118,26 @@ def test_an_estimate_of_memory_knows_what_is_spread_over_ranks() -> None:
     assert 8 * parameters(drafter) < saved * 1e9 < 14 * parameters(drafter)
     alone = memory("trainer.devices=1") - memory("trainer.devices=1", "trainer.strategy=fsdp")
     assert alone == 0
+
+
+def test_an_automatic_shard_is_the_first_that_fits(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    config = _config(*JSONL, "trainer.devices=2", "target.shard=auto")
+
+    def needed(shard: str | None) -> float:
+        held = with_shard(config, shard)
+        return estimate(held, "stored", *on_meta(held), measure_rows(held), 1e12, 100, 100).memory_gb
+
+    whole, cut, sharded = (needed(shard) for shard in (None, "tensor_parallel", "fsdp"))
+    assert cut < sharded <= whole  # fsdp gathers two layers at a time, half of them here
+    assert choose_shard(config, 10 * whole) is None
+    assert choose_shard(config, 1.25 * (whole + cut) / 2) == "tensor_parallel"
+    assert choose_shard(config, 0.1 * cut) == "tensor_parallel"  # nothing fits: the smallest, and a warning
+    assert [record.levelname for record in caplog.records] == ["INFO", "INFO", "WARNING"]
+    odd = _config(*JSONL, "trainer.devices=3", "target.shard=auto")  # two key/value heads, three ranks
+    assert choose_shard(odd, 1e-6) == "fsdp"
+    assert with_shard_chosen(_config(*JSONL, "target.shard=auto")).target.shard is None  # one process holds it whole
+    assert with_shard_chosen(_config(*JSONL, "target.shard=fsdp")).target.shard == "fsdp"
 
 
 def test_an_estimate_is_printed_for_every_mode(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from dspark_exp.targets.layers import default_layer_ids, resolve_layer_ids
 from dspark_exp.targets.ragged import RaggedKVCache
 from dspark_exp.targets.self_test import check_target
 from dspark_exp.targets.sharded import rank_mesh, shard_over_ranks
-from dspark_exp.targets.tensor_parallel import cut_over_ranks
+from dspark_exp.targets.tensor_parallel import cut_over_ranks, parts_allowed
 from dspark_exp.targets.vocabulary import VocabSpec, turn_end_id
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "default_layer_ids",
     "load_target",
     "location_of",
+    "parts_allowed",
     "rank_mesh",
     "read_architecture",
     "read_target_config",

@@ -150,26 +150,48 @@ def cut_layers(body: Any, kv_heads: list[int], rank: int, parts: int) -> None:
     Raises:
         ConfigError, TargetError: see ``TensorParallelTarget``.
     """
-    plan: dict[str, str] = getattr(body.config, "base_model_tp_plan", None) or {}
-    if not any(kind == "rowwise" for kind in plan.values()):
-        raise TargetError(
-            f"Transformers has no tensor-parallel plan for {type(body).__name__}; take target.shard=fsdp."
-        )
-    widths = [*kv_heads, *(m.gate_proj.out_features for m in body.modules() if hasattr(m, "gate_proj"))]
-    if uncut := [width for width in widths if width % parts]:
-        allowed = [n for n in range(1, min(kv_heads) + 1) if not any(width % n for width in widths)]
+    allowed = parts_allowed(body, kv_heads)
+    if parts not in allowed:
+        uncut = next(width for width in _widths(body, kv_heads) if width % parts)
         raise ConfigError(
-            f"target.shard=tensor_parallel cuts key/value heads and intermediate width over the ranks, and {uncut[0]} "
+            f"target.shard=tensor_parallel cuts key/value heads and intermediate width over the ranks, and {uncut} "
             f"does not divide by {parts}: this target allows {', '.join(map(str, allowed))} (trainer.devices x "
             "trainer.num_nodes), or take target.shard=fsdp."
         )
+    for module, kind in _planned(body):
+        _cut(module, kind, rank, parts)
+
+
+def parts_allowed(body: Any, kv_heads: list[int]) -> list[int]:
+    """Into how many parts the layers can be cut.
+
+    Raises:
+        TargetError: Transformers declares no such cut for the family, or one that is not supported here.
+    """
+    if not any(kind == "rowwise" for _, kind in _planned(body)):
+        raise TargetError(
+            f"Transformers has no tensor-parallel plan for {type(body).__name__}; take target.shard=fsdp."
+        )
+    widths = _widths(body, kv_heads)
+    return [n for n in range(1, min(kv_heads) + 1) if not any(width % n for width in widths)]
+
+
+def _widths(body: Any, kv_heads: list[int]) -> list[int]:
+    """What must divide by the number of parts."""
+    return [*kv_heads, *(m.gate_proj.out_features for m in body.modules() if hasattr(m, "gate_proj"))]
+
+
+def _planned(body: Any) -> list[tuple[nn.Module, str]]:
+    """The projections that Transformers' plan cuts, and how: colwise or rowwise."""
+    plan: dict[str, str] = getattr(body.config, "base_model_tp_plan", None) or {}
+    found = []
     for name, module in body.named_modules():
-        pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
-        kind = plan.get(pattern)
+        kind = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
         if kind in ("colwise", "rowwise"):
-            _cut(module, kind, rank, parts)
+            found.append((module, kind))
         elif kind is not None and kind not in _WHOLE:
             raise TargetError(f"Transformers' plan for {name} is {kind!r}, not supported here; take target.shard=fsdp.")
+    return found
 
 
 def _cut(linear: Any, kind: str, rank: int, parts: int) -> None:

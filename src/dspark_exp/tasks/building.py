@@ -57,9 +57,10 @@ def open_target(config: ExperimentConfig) -> Target:
         num_feature_layers=wanted.num_feature_layers,
         mask_token_id=wanted.mask_token_id,
     )
-    target = load(device=device) if wanted.shard is None else _sharded(load, device, wanted.shard)
+    is_whole = wanted.shard in (None, "auto")  # jobs on ranks have chosen before (``with_shard_chosen``)
+    target = load(device=device) if is_whole else _sharded(load, device, str(wanted.shard))
     target.attention = config.evaluation.attention
-    if wanted.shard is None:
+    if is_whole:
         _pack(config, target.model)
     return target
 

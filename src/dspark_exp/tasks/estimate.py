@@ -209,7 +209,7 @@ def _target_bytes(config: ExperimentConfig, target: Target) -> float:
     """Weights; of a sharded target what is whole everywhere, a share of the layers, and of fsdp's two gathered ones."""
     whole, layers = parameters(target.model), parameters(target.body.layers)
     held: float = whole
-    if config.target.shard is not None:
+    if config.target.shard in ("fsdp", "tensor_parallel"):
         gathered = 2 / len(target.body.layers) if config.target.shard == "fsdp" else 0.0
         held = whole - layers + layers * (1 / ranks_of(config) + gathered)
     return held * _itemsize(config.target.dtype)

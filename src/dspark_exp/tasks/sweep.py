@@ -38,6 +38,7 @@ from dspark_exp.reports import (
     print_table,
     trial,
 )
+from dspark_exp.tasks.auto_shard import with_shard_chosen
 from dspark_exp.tasks.estimate import chosen_estimate
 from dspark_exp.tasks.pruning import ABOUT, RECORDS_VARIABLE
 from dspark_exp.tasks.ranks import train_on_devices
@@ -173,7 +174,10 @@ def run_in_sweep(job: Job) -> float:
     started = time.perf_counter()
     try:
         if job.config.sweep.plan:
-            record |= {"plan": chosen_estimate(job.config), "is_done": finished_results(job) is not None}
+            record |= {
+                "plan": chosen_estimate(with_shard_chosen(job.config)),
+                "is_done": finished_results(job) is not None,
+            }
         else:
             if job.config.sweep.shared_target:
                 train_with_siblings(job, folder / _JOBS)

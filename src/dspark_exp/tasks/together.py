@@ -23,6 +23,7 @@ from dspark_exp.data.manifest import write_json
 from dspark_exp.errors import ConfigError, LaunchError
 from dspark_exp.hashing import short_digest
 from dspark_exp.launch import num_ranks, run_on_ranks
+from dspark_exp.tasks.auto_shard import with_shard_chosen
 from dspark_exp.tasks.building import devices_of, open_target, ranks_of
 from dspark_exp.tasks.prepare_data import compute_of
 from dspark_exp.tasks.ranks import as_rank
@@ -64,7 +65,7 @@ def train_together(jobs: Sequence[Job]) -> None:
     Raises:
         Exception: one failed and there are several ranks, which must go on alike or not at all.
     """
-    target = open_target(jobs[0].config)
+    target = open_target(with_shard_chosen(jobs[0].config))
     features = SharedFeatures(compute_of(jobs[0].config, target))
     turns = Turns(len(jobs))
 

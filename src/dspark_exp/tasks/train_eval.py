@@ -25,6 +25,7 @@ from dspark_exp.launch import barrier, num_ranks, rank
 from dspark_exp.reports import merged, print_table
 from dspark_exp.schema import ExperimentConfig
 from dspark_exp.targets import Target
+from dspark_exp.tasks.auto_shard import with_shard_chosen
 from dspark_exp.tasks.building import (
     build_drafter,
     build_module,
@@ -95,7 +96,7 @@ def train_eval(job: Job, company: Company | None = None) -> dict[str, Any]:
     _check_ranks(job.config)
     pruning = pruning_of(job.config, job.folder)
     started = time.perf_counter()
-    config = job.config
+    config = with_shard_chosen(job.config)
     target = open_target(config) if company is None else company.target
     drafter = build_drafter(config, target)
     benchmarks = load_benchmarks(config)
