@@ -58,13 +58,15 @@ class Rows:
 
 @dataclass(frozen=True)
 class Estimate:
-    """One feature mode: gigabytes and hours."""
+    """One feature mode: gigabytes and hours, and the part of them that the target's features take."""
 
     mode: str
     disk_gb: float
     memory_gb: float
     hours: float
     fits: bool
+    features_gb: float
+    features_hours: float
 
 
 def run_estimate(config: ExperimentConfig) -> None:
@@ -100,13 +102,11 @@ def run_estimate(config: ExperimentConfig) -> None:
     path.write_text(json.dumps({"rows": asdict(rows), "modes": [asdict(item) for item in estimates]}, indent=1))
 
 
-def chosen_estimate(config: ExperimentConfig) -> dict[str, Any]:
-    """The estimate of the feature mode that the config chooses: ``disk_gb``, ``memory_gb``, ``hours``, ``fits``."""
+def chosen_estimate(config: ExperimentConfig) -> Estimate:
+    """The estimate of the feature mode that the config chooses."""
     target, drafter = on_meta(config)
     speed = matmul_flops(device_of(config.trainer.accelerator), precision_of(config))
-    return asdict(
-        estimate(config, config.features.mode, target, drafter, measure_rows(config), speed, *free_gb(config))
-    )
+    return estimate(config, config.features.mode, target, drafter, measure_rows(config), speed, *free_gb(config))
 
 
 def on_meta(config: ExperimentConfig) -> tuple[Target, nn.Module]:
@@ -171,10 +171,13 @@ def estimate(
     """Gigabytes and hours of one mode; ``speed`` in FLOP/s, what is free in gigabytes."""
     features = rows.count * rows.mean_tokens * _feature_bytes(config, target) / _GB
     disk = {"stored": features, "bounded": min(features, config.features.max_gb or features), "online": 0.0}[mode]
-    disk += 2 * 12 * parameters(drafter) / _GB  # best and last checkpoint: weights and two moments in float32
+    checkpoints = 2 * 12 * parameters(drafter) / _GB  # best and last: weights and two moments in float32
     memory = _memory_bytes(config, target, drafter, rows) / _GB
-    hours = _train_flops(config, target, drafter, rows, mode) / (speed * _UTILISATION) / 3600
-    return Estimate(mode, disk, memory, hours, disk <= free_disk and memory <= free_memory)
+    an_hour = speed * _UTILISATION * 3600
+    features_hours = _target_flops(config, target, rows, mode) / an_hour
+    hours = _drafter_flops(config, target, drafter, rows) / an_hour + features_hours
+    fits = disk + checkpoints <= free_disk and memory <= free_memory
+    return Estimate(mode, disk + checkpoints, memory, hours, fits, disk, features_hours)
 
 
 def parameters(module: nn.Module) -> int:
@@ -234,10 +237,9 @@ def _slots(config: ExperimentConfig, drafter: nn.Module, rows: Rows) -> float:
     return config.trainer.batch_size * config.trainer.num_anchors * gamma
 
 
-def _train_flops(config: ExperimentConfig, target: Target, drafter: nn.Module, rows: Rows, mode: str) -> float:
-    """Drafter training and target features; regeneration is bound by memory traffic and not included."""
+def _drafter_flops(config: ExperimentConfig, target: Target, drafter: nn.Module, rows: Rows) -> float:
+    """Training of the drafter from features."""
     facts, trainer = target.facts, config.trainer
-    batches = trainer.max_steps * trainer.accumulate
     slots = _slots(config, drafter, rows)
     body = sum(p.numel() for name, p in drafter.named_parameters() if p.ndim == 2 and "markov" not in name)
     head = facts.vocab_size * facts.hidden_size
@@ -248,15 +250,18 @@ def _train_flops(config: ExperimentConfig, target: Target, drafter: nn.Module, r
         6 * body * slots + 4 * head * slots + 2 * head * min(slots, context) + 6 * facts.vocab_size * rank * slots
     )
     per_batch += 6 * context * facts.hidden_size * facts.hidden_size * len(facts.layer_ids)
-    passes = {"stored": rows.count, "online": batches * trainer.batch_size}
-    seen = passes.get(mode, rows.count)
+    return trainer.max_steps * trainer.accumulate * per_batch
+
+
+def _target_flops(config: ExperimentConfig, target: Target, rows: Rows, mode: str) -> float:
+    """The target's features; regeneration of replies is bound by memory traffic and not included."""
+    online = config.trainer.max_steps * config.trainer.accumulate * config.trainer.batch_size
+    seen: float = {"stored": -(-rows.count // ranks_of(config)), "online": online}.get(mode, rows.count)  # ranks share
     if mode == "bounded":
         stored = rows.count * rows.mean_tokens * _feature_bytes(config, target) / _GB
         kept = min(1.0, (config.features.max_gb or stored) / max(stored, 1e-9))
-        seen = rows.count + round((1 - kept) * max(0, passes["online"] - rows.count))
-    if mode == "stored":
-        seen = -(-seen // ranks_of(config))  # ranks share the shards
-    return batches * per_batch + 2 * parameters(target.model) * seen * rows.mean_tokens
+        seen += round((1 - kept) * max(0, online - rows.count))
+    return 2 * parameters(target.model) * seen * rows.mean_tokens
 
 
 def matmul_flops(device: str, precision: str) -> float:

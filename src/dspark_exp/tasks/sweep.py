@@ -23,8 +23,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict
-from rich.console import Console
-from rich.table import Table
 
 from dspark_exp.config import flattened, resolved_dict
 from dspark_exp.data.manifest import write_json
@@ -38,12 +36,11 @@ from dspark_exp.reports import (
     print_table,
     trial,
 )
-from dspark_exp.tasks.auto_shard import with_shard_chosen
-from dspark_exp.tasks.estimate import chosen_estimate
+from dspark_exp.tasks.plan import planned, print_plan
 from dspark_exp.tasks.pruning import ABOUT, RECORDS_VARIABLE
 from dspark_exp.tasks.ranks import train_on_devices
 from dspark_exp.tasks.together import train_with_siblings
-from dspark_exp.tasks.train_eval import Job, finished_results
+from dspark_exp.tasks.train_eval import Job
 from dspark_exp.tracking import close_parent_run, open_parent_run
 
 log = logging.getLogger(__name__)
@@ -80,7 +77,7 @@ class SweepReport(Callback):
         failures.extend(f"{job['job']}: {job['reason']}" for job in missing)
         finished = [job for job in jobs if job["status"] == "finished"]
         if config.sweep.plan:
-            _print_plan(finished)
+            print_plan(finished)
             return
         folder = None
         if finished:
@@ -174,10 +171,7 @@ def run_in_sweep(job: Job) -> float:
     started = time.perf_counter()
     try:
         if job.config.sweep.plan:
-            record |= {
-                "plan": chosen_estimate(with_shard_chosen(job.config)),
-                "is_done": finished_results(job) is not None,
-            }
+            record["plan"] = planned(job)
         else:
             if job.config.sweep.shared_target:
                 train_with_siblings(job, folder / _JOBS)
@@ -219,19 +213,3 @@ def _log_progress(folder: Path, label: str, tau: float, seconds: float) -> None:
     ended = sum(status in ("finished", "failed", "pruned") for status in statuses)
     left = (time.time() - about["started"]) / max(1, ended) * (total - ended) / 60
     log.info("job %d of %d, %s: tau %.2f, %.0f s; about %.0f min left", ended, total, label, tau, seconds, left)
-
-
-def _print_plan(jobs: list[dict[str, Any]]) -> None:
-    table = Table(
-        "job", "disk", "memory", "hours", "done", title="Planned jobs (training alone; evaluation comes on top)"
-    )
-    for job in jobs:
-        plan = job["plan"]
-        cells = (f"{plan['disk_gb']:.2f} GB", f"{plan['memory_gb']:.2f} GB", f"{plan['hours']:.2f}")
-        table.add_row(job["job"], *cells, "yes" if job["is_done"] else "")
-    left = [job["plan"] for job in jobs if not job["is_done"]]
-    table.add_section()
-    most = max((plan["memory_gb"] for plan in left), default=0.0)
-    disk, hours = (sum(plan[name] for plan in left) for name in ("disk_gb", "hours"))
-    table.add_row(f"{len(left)} jobs to do", f"{disk:.2f} GB", f"{most:.2f} GB", f"{hours:.2f}", "")
-    Console().print(table)

@@ -50,13 +50,13 @@ def train_with_siblings(job: Job, jobs_path: Path) -> None:
     _check(job, jobs_path)
     if job.results_path.exists():
         return
-    with FileLock(jobs_path.with_suffix(f".{_key(job)}.lock")):
-        alike = {sibling.folder: sibling for sibling in _jobs(jobs_path) if _key(sibling) == _key(job)}
+    with FileLock(jobs_path.with_suffix(f".{company_key(job)}.lock")):
+        alike = {sibling.folder: sibling for sibling in _jobs(jobs_path) if company_key(sibling) == company_key(job)}
         unfinished = [sibling for sibling in alike.values() if finished_results(sibling) is None]
         if len(unfinished) > 1 and ranks_of(job.config) == 1:
             train_together(unfinished)
         elif len(unfinished) > 1:
-            _on_ranks(unfinished, jobs_path.with_name(f"together-{_key(job)}"))
+            _on_ranks(unfinished, jobs_path.with_name(f"together-{company_key(job)}"))
 
 
 def train_together(jobs: Sequence[Job]) -> None:
@@ -126,7 +126,7 @@ def _check(job: Job, jobs_path: Path) -> None:
         )
 
 
-def _key(job: Job) -> str:
+def company_key(job: Job) -> str:
     """What jobs must have in common: the target and every batch."""
     trainer = job.plain["trainer"]
     return short_digest([[job.plain[name] for name in _SHARED], [trainer[name] for name in _SHARED_OF_TRAINER]])
