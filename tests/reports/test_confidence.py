@@ -51,3 +51,18 @@ def test_positions_with_one_outcome_have_no_figures_now_and_when_rebuilt(tmp_pat
     assert rebuilt == [report.parent]
     assert not left
     assert report.read_text() == text
+
+
+def test_the_reach_of_the_head_stands_beside_what_it_reached(tmp_path: Path) -> None:
+    results = _results()
+    bare = write_reliability(tmp_path / "bare", results).read_text()
+    assert "analytic" not in bare
+    for sheets in results["domains"].values():
+        sheets["raw"]["auroc"] = [0.66, UNKNOWN, UNKNOWN]
+        sheets["analytic"] = _sheet(0.01) | {"auroc": [0.72, UNKNOWN, UNKNOWN]}
+    text = write_reliability(tmp_path / "reliability" / "tiny", results).read_text()
+    assert "| 1 | 600 | 1.20 | 5.0 % | 2.0 % | 0.66 | 0.72 |" in text
+    assert "not above 0.75 at position 1." in text
+    assert "reach 0.72 there" in text
+    rebuild(tmp_path)
+    assert (tmp_path / "reliability" / "tiny" / "report.md").read_text() == text

@@ -22,12 +22,16 @@ _EDGE = 1e-7
 
 @dataclass(frozen=True)
 class Observations:
-    """N rounds of G positions. ``accepted[n]`` tokens of ``verified[n]`` passed; ``group[n]`` is the round's prompt."""
+    """N rounds of G positions. ``accepted[n]`` tokens of ``verified[n]`` passed; ``group[n]`` is the round's prompt.
+
+    ``overlap`` is the analytic acceptance rate of every position, 1 - TV(p_d, p_t) (Eq. 8), where it was recorded.
+    """
 
     logits: np.ndarray  # [N, G]
     accepted: np.ndarray  # [N]
     verified: np.ndarray  # [N]
     group: np.ndarray  # [N]
+    overlap: np.ndarray | None = None  # [N, G]
 
     @staticmethod
     def of_rounds(prompts: Sequence[Sequence[dict[str, Any]]]) -> Observations:
@@ -47,17 +51,20 @@ class Observations:
             np.array([r["accepted"] for _, r in rounds]),
             np.array([r["verified"] for _, r in rounds]),
             np.array([index for index, _ in rounds]),
+            np.array([r["overlap"] for _, r in rounds]) if all(r.get("overlap") for _, r in rounds) else None,
         )
 
     @staticmethod
     def join(parts: Sequence[Observations]) -> Observations:
         """Several sets as one; prompts stay apart."""
+        overlaps = [p.overlap for p in parts if p.overlap is not None]
         offsets = np.cumsum([0, *(int(p.group.max(initial=-1)) + 1 for p in parts[:-1])])
         return Observations(
             np.concatenate([p.logits for p in parts]),
             np.concatenate([p.accepted for p in parts]),
             np.concatenate([p.verified for p in parts]),
             np.concatenate([p.group + offset for p, offset in zip(parts, offsets, strict=True)]),
+            None if len(overlaps) < len(parts) else np.concatenate(overlaps),
         )
 
     def __len__(self) -> int:

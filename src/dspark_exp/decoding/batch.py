@@ -25,7 +25,7 @@ from dspark_exp.decoding.policies import Rotation, VerificationPolicy
 from dspark_exp.decoding.requests import Progress, Request, Round, positions_needed, shared_prefills
 from dspark_exp.decoding.sampling import Sampling
 from dspark_exp.decoding.transfer import Verified, fetch, spread, widened
-from dspark_exp.decoding.verification import verify_block, verify_greedy
+from dspark_exp.decoding.verification import Verdict, verify_block, verify_greedy
 
 MakeCache = Callable[[int, int, int, int, int], Any]
 Calibrate = Callable[[np.ndarray], np.ndarray]
@@ -104,6 +104,7 @@ class DecodingBatch:
         max_length: positions of a row: prompt, new tokens, and one block more.
         calibrate: conditional confidences [R, G] as the policy should see them; None = as they are.
         early_exit: which requests draft; None = all.
+        record_overlap: rounds of sampled requests keep the analytic acceptance rate (Eq. 8) beside the confidence.
     """
 
     def __init__(
@@ -117,9 +118,10 @@ class DecodingBatch:
         max_length: int,
         calibrate: Calibrate | None = None,
         early_exit: EarlyExit | None = None,
+        record_overlap: bool = False,
     ) -> None:
         self.target, self.drafter, self.sampling, self.policy = target, drafter, sampling, policy
-        self._calibrate, self._early_exit = calibrate, early_exit
+        self._calibrate, self._early_exit, self._record_overlap = calibrate, early_exit, record_overlap
         self.block_size = drafter.block_size if drafter is not None else 0
         self.num_rows, self.max_length = num_rows, max_length
         self.active: dict[int, Progress] = {}
@@ -295,28 +297,24 @@ class DecodingBatch:
         taps, final = self.target.forward_ragged(tokens, plan)
         logits = self.target.logits(final)
         if proposal is None:
-            accepted, next_token = torch.zeros_like(anchor_ids), self.sampling.sample(logits, uniform[:, 0])[0]
+            verdict = Verdict(torch.zeros_like(anchor_ids), self.sampling.sample(logits, uniform[:, 0])[0])
         else:
-            on_device = torch.from_numpy(lengths).to(device)
-            accepted, next_token = self._verdict(proposal, logits, chosen, on_device, uniform)
-        return fetch(block, accepted, next_token, proposal), taps
+            verdict = self._verdict(proposal, logits, chosen, torch.from_numpy(lengths).to(device), uniform)
+        return fetch(block, verdict, proposal), taps
 
     def _verdict(
         self, proposal: Proposal, logits_BV: Tensor, chosen: Tensor | None, lengths: Tensor, uniform: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Verdict:
         shape = (len(lengths), self.block_size + 1)
         if proposal.probs is None:
             best = spread(logits_BV.argmax(-1), chosen, shape)
-            verdict = verify_greedy(best, proposal.tokens, lengths)
-        else:
-            probs = spread(self.sampling.probs(logits_BV), chosen, shape)
-            verdict = verify_block(proposal.probs, probs, proposal.tokens, lengths, uniform[:, :-1], uniform[:, -1])
-        return verdict.num_accepted, verdict.next_token
+            return verify_greedy(best, proposal.tokens, lengths)
+        probs, coins = spread(self.sampling.probs(logits_BV), chosen, shape), (uniform[:, :-1], uniform[:, -1])
+        return verify_block(proposal.probs, probs, proposal.tokens, lengths, *coins, self._record_overlap)
 
     def _commit(
         self, progress: list[Progress], outcome: Verified, lengths: np.ndarray, drafting: frozenset[int]
     ) -> None:
-        confidences = outcome.confidence
         for index, request in enumerate(progress):
             count, verified = outcome.accepted[index], int(lengths[index])
             emitted = request.emit([*outcome.drafted[index][:count], outcome.next_token[index]])
@@ -324,8 +322,8 @@ class DecodingBatch:
             if emitted <= count:  # the end fell inside the accepted tokens: what follows it does not exist
                 count = verified = emitted
             drafted = self.block_size if index in drafting else 0
-            confidence = tuple(confidences[index].tolist()) if drafted and confidences is not None else ()
-            request.generation.rounds.append(Round(drafted, verified, count, emitted, confidence))
+            real = (tuple(x[index].tolist()) if drafted and x is not None else () for x in outcome.real)
+            request.generation.rounds.append(Round(drafted, verified, count, emitted, *real))
 
     def _hear_accepted(
         self, rows: list[int], anchors: list[int], outcome: Verified, lengths: np.ndarray, taps: Tensor

@@ -30,7 +30,7 @@ class SpeculativeLoop:
     Args:
         target, drafter, make_cache, sampling, policy: see ``DecodingBatch``; no policy verifies whole blocks.
         batch_size: requests in flight at most.
-        calibrate, early_exit: see ``DecodingBatch``.
+        calibrate, early_exit, record_overlap: see ``DecodingBatch``.
 
     Raises:
         ConfigError: batch size below one, or a policy that the drafter cannot serve.
@@ -46,12 +46,13 @@ class SpeculativeLoop:
         batch_size: int = 16,
         calibrate: Calibrate | None = None,
         early_exit: EarlyExit | None = None,
+        record_overlap: bool = False,
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"evaluation.batch_size={batch_size}: expected at least 1.")
         self.target, self.drafter, self._make_cache = target, drafter, make_cache
         self.sampling, self.policy, self.batch_size = sampling, policy or Full(), batch_size
-        self._calibrate, self._early_exit = calibrate, early_exit
+        self._calibrate, self._early_exit, self._record_overlap = calibrate, early_exit, record_overlap
         self.clock = Clock()
         if drafter is not None:
             check_policy(self.policy, drafter)
@@ -95,4 +96,5 @@ class SpeculativeLoop:
             longest,
             self._calibrate,
             self._early_exit,
+            self._record_overlap,
         )

@@ -25,13 +25,17 @@ class Request:
 
 @dataclass(frozen=True)
 class Round:
-    """One draft + one verification. ``emitted`` counts tokens that really left, the target's own included."""
+    """One draft + one verification. ``emitted`` counts tokens that really left, the target's own included.
+
+    ``confidence`` and, where it is recorded, ``overlap`` (the analytic acceptance rate, Eq. 8) are by drafted position.
+    """
 
     drafted: int
     verified: int
     accepted: int
     emitted: int
     confidence: tuple[float, ...] = ()
+    overlap: tuple[float, ...] = ()
 
 
 @dataclass

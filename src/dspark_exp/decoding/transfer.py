@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dspark_exp.contracts import Proposal
+from dspark_exp.decoding.verification import Verdict
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,12 @@ class Verified:
     accepted: list[int]
     next_token: list[int]
     confidence: np.ndarray | None  # [R, G]
+    overlap: np.ndarray | None = None  # [R, G]
+
+    @property
+    def real(self) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """What a round keeps by drafted position, in its order."""
+        return self.confidence, self.overlap
 
 
 def widened(proposal: Proposal, drafting: list[int], num_requests: int) -> Proposal:
@@ -35,21 +42,17 @@ def widened(proposal: Proposal, drafting: list[int], num_requests: int) -> Propo
     return replace(proposal, tokens=tokens, probs=wide(proposal.probs), confidence=wide(proposal.confidence))
 
 
-def fetch(block: Tensor, accepted: Tensor, next_token: Tensor, proposal: Proposal | None) -> Verified:
-    """Everything the host needs of a round in one transfer; confidences travel as the bits of a float32."""
-    parts = [block[:, 1:], accepted[:, None], next_token[:, None]]
-    confidence = None if proposal is None else proposal.confidence
-    if confidence is not None:
-        parts.append(confidence.float().view(torch.int32))
+def fetch(block: Tensor, verdict: Verdict, proposal: Proposal | None) -> Verified:
+    """Everything the host needs of a round in one transfer; real numbers travel as the bits of a float32."""
+    real = {"confidence": None if proposal is None else proposal.confidence, "overlap": verdict.overlap}
+    sent = {name: part for name, part in real.items() if part is not None}
+    parts = [block[:, 1:], verdict.num_accepted[:, None], verdict.next_token[:, None]]
+    parts += [part.float().contiguous().view(torch.int32) for part in sent.values()]
     host = torch.cat([part.long() for part in parts], dim=1).cpu().numpy()
     size = block.shape[1] - 1
-    bits = host[:, size + 2 :].astype(np.int32)
-    return Verified(
-        host[:, :size].tolist(),
-        host[:, size].tolist(),
-        host[:, size + 1].tolist(),
-        bits.view(np.float32) if confidence is not None else None,
-    )
+    bits = np.split(host[:, size + 2 :].astype(np.int32).view(np.float32), len(sent) or 1, axis=1)
+    arrived: dict[str, np.ndarray | None] = dict.fromkeys(real) | dict(zip(sent, bits, strict=False))
+    return Verified(host[:, :size].tolist(), host[:, size].tolist(), host[:, size + 1].tolist(), **arrived)
 
 
 def spread(values_B: Tensor, chosen: Tensor | None, shape: tuple[int, int]) -> Tensor:

@@ -22,6 +22,7 @@ class Verdict:
 
     num_accepted: Tensor  # [R]
     next_token: Tensor  # [R]
+    overlap: Tensor | None = None  # [R, G] sum(min(p_d, p_t)), the analytic acceptance rate of each position (Eq. 8)
 
 
 def verify_block(
@@ -31,6 +32,7 @@ def verify_block(
     lengths_R: Tensor,
     accept_uniform_RG: Tensor,
     next_uniform_R: Tensor,
+    with_overlap: bool = False,
 ) -> Verdict:
     """Accept x_k with probability min(1, p_t/p_d); resample the first rejection from the positive part of p_t - p_d.
 
@@ -41,6 +43,8 @@ def verify_block(
         tokens_RG: drafted tokens; lengths_R: how many of them are verified (0..G). The choice of length must not
             depend on the tokens at or after the cut (non-anticipating), else exactness is lost.
         accept_uniform_RG, next_uniform_R: independent uniform numbers in [0, 1).
+        with_overlap: also 1 - TV(p_d, p_t) of every position, which confidences learn (Eq. 8); positions
+            past ``lengths`` have none that means anything.
     """
     block_size = tokens_RG.shape[1]
     index = tokens_RG[..., None]
@@ -56,7 +60,10 @@ def verify_block(
     residual = (target - draft).clamp(min=0)
     # p_t == p_d up to rounding leaves nothing: such a rejection has probability zero
     residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, target)
-    return Verdict(num_accepted, draw(residual, next_uniform_R))
+    overlap = None
+    if with_overlap:
+        overlap = torch.minimum(draft_probs_RGV, target_probs_RGV[:, :block_size]).sum(-1).clamp(max=1)
+    return Verdict(num_accepted, draw(residual, next_uniform_R), overlap)
 
 
 def verify_greedy(target_tokens: Tensor, tokens_RG: Tensor, lengths_R: Tensor) -> Verdict:

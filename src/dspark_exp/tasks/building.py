@@ -266,11 +266,14 @@ def build_loop(
     policy: VerificationPolicy | None = None,
     calibration: Calibration | None = None,
     early_exit: EarlyExit | None = None,
+    record_overlap: bool = False,
 ) -> SpeculativeLoop:
     """A decoding loop whose drafter keeps its keys in the same kind of cache as the target."""
     calibrate = calibration.apply if calibration is not None else None
     make_cache = _cache_maker(target, drafter)
-    return SpeculativeLoop(target, drafter, make_cache, sampling, policy, batch_size, calibrate, early_exit)
+    return SpeculativeLoop(
+        target, drafter, make_cache, sampling, policy, batch_size, calibrate, early_exit, record_overlap
+    )
 
 
 def build_batch(

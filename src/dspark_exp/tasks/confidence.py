@@ -48,10 +48,7 @@ def run_reliability(job: Job) -> Path:
         "calibration": calibration.as_dict(),
         "methods": methods,
         "sts_against_raw": _change(test, calibration.apply),
-        "domains": {
-            name: {"raw": _sheet(seen, None), "calibrated": _sheet(seen, calibration.apply)}
-            for name, seen in groups.items()
-        },
+        "domains": {name: _sheets(seen, calibration.apply) for name, seen in groups.items()},
         "rounds": {"fit": len(fit), "test": len(test)},
     }
     return write_reliability(report_folder(job.config), results)
@@ -130,9 +127,14 @@ def run_calibration_shift(job: Job) -> Path:
     )
 
 
-def _sheet(seen: Observations, calibrate: Calibrate | None) -> dict[str, Any]:
+def _sheets(seen: Observations, calibrate: Calibrate) -> dict[str, Any]:
+    """Confidences raw and calibrated and, of sampled rounds, the analytic rates that the head learns (Eq. 8)."""
+    sheets = {"raw": _sheet(seen, seen.confidence), "calibrated": _sheet(seen, calibrate(seen.confidence))}
+    return sheets if seen.overlap is None else sheets | {"analytic": _sheet(seen, seen.overlap)}
+
+
+def _sheet(seen: Observations, confidence: np.ndarray) -> dict[str, Any]:
     """ECE, AUROC, Brier, counts and bins by position (torchmetrics)."""
-    confidence = seen.confidence if calibrate is None else calibrate(seen.confidence)
     metric = SurvivalCalibration(seen.block_size)
     metric.update(torch.tensor(confidence), torch.tensor(seen.accepted), torch.tensor(seen.verified))
     return metric.compute()

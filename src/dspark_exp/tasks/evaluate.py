@@ -60,11 +60,17 @@ def evaluate(
 
 
 def record_rounds(
-    config: ExperimentConfig, target: Target, drafter: Any, benchmarks: dict[str, list[Prompt]]
+    config: ExperimentConfig,
+    target: Target,
+    drafter: Any,
+    benchmarks: dict[str, list[Prompt]],
+    record_overlap: bool = False,
 ) -> dict[str, list[list[dict[str, Any]]]]:
     """Rounds by benchmark and prompt with whole blocks verified: what calibration and diagnostics look at."""
-    wanted = config.evaluation
-    loop = build_loop(target, for_decoding(config, target, drafter), build_sampling(wanted.sampling), wanted.batch_size)
+    wanted, decoding = config.evaluation, for_decoding(config, target, drafter)
+    loop = build_loop(
+        target, decoding, build_sampling(wanted.sampling), wanted.batch_size, record_overlap=record_overlap
+    )
     found = {}
     for name, prompts in benchmarks.items():
         found[name] = [[vars(r) for r in g.rounds] for g in on_all_ranks(loop, requests_of(config, target, prompts))]

@@ -67,7 +67,7 @@ def _cached(
         if stored["source"] == trained.source:
             return dict(stored["rounds"])
     log.info("Recording rounds of %d benchmarks (%s)", len(prompts), split)
-    rounds = record_rounds(job.config, target, trained.drafter, prompts)
+    rounds = record_rounds(job.config, target, trained.drafter, prompts, record_overlap=True)
     job.folder.mkdir(parents=True, exist_ok=True)
     write_json(path, {"source": trained.source, "rounds": rounds})
     return rounds
