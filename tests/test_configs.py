@@ -69,6 +69,15 @@ def test_a_job_is_known_by_what_changes_its_numbers() -> None:
     assert job_key(resolved_dict(composed("trainer.lr=0.1"))) != key
 
 
+def test_a_name_of_ones_own_files_the_same_job_elsewhere() -> None:
+    for overrides in ((), ("+experiment=reliability",), ("+sweeps=depth",)):
+        named = composed(*overrides, "name=monday-2")
+        assert validated(named).experiment == "monday-2"
+        assert job_key(resolved_dict(named)) == job_key(resolved_dict(composed(*overrides)))
+    with pytest.raises(ConfigError, match="name='a/b'"):
+        validated(composed("name=a/b"))
+
+
 def test_an_unknown_option_is_named() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.stepz"):
         validated(composed("+trainer.stepz=3"))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from dspark_exp.errors import ConfigError
 from dspark_exp.schema import ExperimentConfig
 
 _NOT_NUMBERS = (
-    "paths", "tracking", "experiment", "task", "tiny_target", "export", "inspect", "checkpoint", "scheduling",
+    "paths", "tracking", "experiment", "name", "task", "tiny_target", "export", "inspect", "checkpoint", "scheduling",
     "profile", "serving", "load", "sweep",
 )  # fmt: skip
 
@@ -55,7 +56,13 @@ def validated(composed: DictConfig) -> ExperimentConfig:
     _check_ranges(config)
     _check_choices(config)
     _check_together(config)
+    config.experiment = filed_under(config)
     return config
+
+
+def filed_under(config: ExperimentConfig | DictConfig) -> str | None:
+    """Name of reports and of the MLflow parent run: the user's own, or that of the experiment file; None without one."""
+    return config.name or config.experiment
 
 
 def resolved_dict(composed: DictConfig) -> dict[str, Any]:
@@ -147,6 +154,8 @@ def _check_choices(config: ExperimentConfig) -> None:
 
 
 def _check_together(config: ExperimentConfig) -> None:
+    if config.name is not None and not re.fullmatch(r"\w[\w.-]*", config.name):
+        raise ConfigError(f"name={config.name!r} names a folder of reports: letters, digits, _, - and . only.")
     if config.data.source == "jsonl" and not config.data.path:
         raise ConfigError("data.source=jsonl needs data.path=<JSONL file with conversations or turns>.")
     if config.data.source == "hub" and not (config.data.hub or {}).get("id"):

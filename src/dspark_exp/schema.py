@@ -254,6 +254,7 @@ class ExperimentConfig:
 
     task: str
     experiment: str | None
+    name: str | None  # files the run under it, instead of experiment
     seed: int
     target: TargetConfig
     drafter: DrafterConfig

@@ -214,10 +214,11 @@ def test_jobs_of_a_sweep_run_in_a_launchers_processes(launcher: str, tmp_path: P
     if launcher == "ray" and find_spec("ray") is None:
         pytest.skip("Ray is not installed here; run `make ray`")
     done = _run(
-        "+sweeps=seeds", f"hydra/launcher={launcher}", "seed=0", "drafter=dflash,dspark_markov", *FAST, cwd=tmp_path
-    )
+        "+sweeps=seeds", "name=mine", f"hydra/launcher={launcher}", "seed=0", "drafter=dflash,dspark_markov", *FAST,
+        cwd=tmp_path,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    results = json.loads((tmp_path / "reports" / "seeds" / "tiny" / "results.json").read_text())
+    results = json.loads((tmp_path / "reports" / "mine" / "tiny" / "results.json").read_text())
     assert {job["options"]["drafter.name"] for job in results["jobs"]} == {"dflash", "dspark_markov"}
     assert results["missing"] == []
 

@@ -24,7 +24,7 @@ from hydra.core.override_parser.types import Override
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from dspark_exp.config import flattened, resolved_dict
+from dspark_exp.config import filed_under, flattened, resolved_dict
 from dspark_exp.data.manifest import write_json
 from dspark_exp.errors import Pruned
 from dspark_exp.reports import (
@@ -65,8 +65,8 @@ class SweepReport(Callback):
         if config.sweep.shared_target and not about["search"]:
             write_json(records / _JOBS, _jobs_of(config))
         if config.tracking.enabled and not config.sweep.plan and config.task == "train_eval":
-            tags = {"experiment": str(config.experiment or ""), "target": str(config.target.name), "kind": "sweep"}
-            name = f"{config.experiment or 'multirun'}/{config.target.name}"
+            tags = {"experiment": filed_under(config) or "", "target": str(config.target.name), "kind": "sweep"}
+            name = f"{filed_under(config) or 'multirun'}/{config.target.name}"
             self._parent = open_parent_run(config.tracking.uri, config.tracking.experiment, name, tags)
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
@@ -81,8 +81,8 @@ class SweepReport(Callback):
             return
         folder = None
         if finished:
-            named = Path(config.paths.reports, str(config.experiment), str(config.target.name))
-            folder = named if config.experiment is not None else records / "report"  # one without a name is not kept
+            named = Path(config.paths.reports, filed_under(config) or "", str(config.target.name))
+            folder = named if filed_under(config) else records / "report"  # one without a name is not kept
             _write_report(config, folder, jobs, missing)
             log.info("Report: %s", folder / "report.md")
         if self._parent is not None:
@@ -100,15 +100,15 @@ def _write_report(config: DictConfig, folder: Path, jobs: list[dict[str, Any]], 
             for number, job in enumerate(jobs)
             if job.get("curve")
         ]
-        named = str(config.experiment or "search")
+        named = filed_under(config) or "search"
         print_search(build_search_report(folder, named, str(config.sweep.question or ""), results, trials, missing))
         return
     if config.sweep.x is None:
-        print_table(build_report(folder, str(config.experiment or "multirun"), results, missing))
+        print_table(build_report(folder, filed_under(config) or "multirun", results, missing))
         return
     about: Any = OmegaConf.to_container(config.sweep, resolve=True)
     options = [flattened(json.loads(Path(job["results"]).with_name("config.json").read_text())) for job in finished]
-    print_sweep(build_sweep_report(folder, str(config.experiment), about, results, options, missing))
+    print_sweep(build_sweep_report(folder, filed_under(config) or "multirun", about, results, options, missing))
 
 
 def _is_search(config: DictConfig) -> bool:
