@@ -61,7 +61,7 @@ def validated(composed: DictConfig) -> ExperimentConfig:
 
 
 def filed_under(config: ExperimentConfig | DictConfig) -> str | None:
-    """Name of reports and of the MLflow parent run: the user's own, or that of the experiment file; None without one."""
+    """Name of reports and of the MLflow parent run: the user's own, or the experiment file's; None without one."""
     return config.name or config.experiment
 
 

@@ -62,7 +62,8 @@ def build_sweep_report(
         missing: jobs that did not finish, with reasons.
     """
     named = {about["x"], *about["lines"], *_claimed(about)}
-    varying = {key for key in options[0] if len({str(one.get(key)) for one in options}) > 1} - {"experiment", "name"} | named
+    filing = {"experiment", "name"}
+    varying = {key for key in options[0] if len({str(one.get(key)) for one in options}) > 1} - filing | named
     results = {
         "experiment": experiment,
         "target": jobs[0]["target"],
