@@ -77,6 +77,11 @@ def test_requests_that_cannot_be_served_are_refused_with_a_reason(target: Target
         engine.submit(Request([3] * 50, 10, 0))
     with pytest.raises(DataError, match="max_new_tokens=0"):
         engine.submit(Request([3], 0, 0))
+    with pytest.raises(DataError, match="must lie within 0"):
+        engine.submit(Request([3, target.facts.vocab_size], 5, 0))
+    for seed in (-1, 2**63):
+        with pytest.raises(DataError, match="expected a number from 0"):
+            engine.submit(Request([3], 5, seed))
     assert engine.num_waiting == 0
 
 
@@ -136,14 +141,14 @@ def test_a_failing_round_fails_what_it_held_and_the_engine_goes_on(
     engine = _engine(target, rows=2)
     tickets = [engine.submit(r) for r in requests]
     engine.step()
-    original, broken = target.logits, {"now": True}
+    verify, broken = engine._batch._verify, {"now": True}
 
-    def logits(final: Any) -> Any:
+    def broken_verify(*arguments: Any) -> Any:
         if broken.pop("now", False):
             raise RuntimeError("out of memory")
-        return original(final)
+        return verify(*arguments)
 
-    monkeypatch.setattr(target, "logits", logits)
+    monkeypatch.setattr(engine._batch, "_verify", broken_verify)
     while engine.step():
         pass
     failed = [t for t in tickets if t.status == "failed"]
@@ -154,6 +159,49 @@ def test_a_failing_round_fails_what_it_held_and_the_engine_goes_on(
         if ticket.status == "finished":
             assert ticket.generation.token_ids == alone[i]
     assert {t.status for t in tickets} == {"failed", "finished"}
+
+
+def test_a_failing_prefill_fails_its_own_request_alone(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = _requests(6)
+    engine = _engine(target)
+    enter, logits = engine._batch.enter, target.logits
+    entering: list[int] = []
+
+    def watched_enter(pairs: Any) -> None:
+        entering[:] = [index for index, _ in pairs]
+        try:
+            enter(pairs)
+        finally:
+            entering.clear()
+
+    def broken_logits(final: Any) -> Any:
+        if 3 in entering:
+            raise RuntimeError("out of memory")
+        return logits(final)
+
+    monkeypatch.setattr(engine._batch, "enter", watched_enter)
+    monkeypatch.setattr(target, "logits", broken_logits)
+    tickets = [engine.submit(requests[0])]
+    engine.step()  # one is in flight when the others come
+    tickets += [engine.submit(request) for request in requests[1:]]
+    while engine.step():
+        pass
+    assert [t.status for t in tickets] == ["finished"] * 3 + ["failed"] + ["finished"] * 2
+    assert "out of memory" in tickets[3].error
+    alone = _alone(target, requests)
+    assert [t.generation.token_ids for t in tickets if t is not tickets[3]] == alone[:3] + alone[4:]
+    assert engine.num_running == 0
+
+
+def test_a_finished_request_is_ended_by_its_caller(target: Target) -> None:
+    engine = _engine(target)
+    ticket = engine.submit(Request([3] * 4, 30, 0, ignore_stop=True))
+    engine.step()
+    engine.finish(ticket)
+    engine.cancel(ticket)  # the first word counts
+    assert not engine.step()
+    assert (ticket.status, engine.counts["finished"], engine.counts["cancelled"]) == ("finished", 1, 0)
+    assert engine.num_running == 0
 
 
 def test_many_threads_submit_to_an_engine_in_its_own_thread(target: Target) -> None:
@@ -229,7 +277,7 @@ def test_ten_thousand_requests_with_cancellations_and_bad_prompts(target: Target
     assert engine.num_running == engine.num_waiting == 0
     assert not batch.active
     assert not batch._unheard
-    assert not engine._cancelled
+    assert not engine._dismissed
 
 
 def test_closed_and_open_loops_serve_everything(target: Target) -> None:

@@ -12,10 +12,12 @@ import pytest
 import requests
 import uvicorn
 
+from dspark_exp.data.completion_server import CompletionServer, ServerSettings
 from dspark_exp.data.rendering import render_prompt
 from dspark_exp.decoding import DecodingBatch, Full, Request, Sampling, SpeculativeLoop
 from dspark_exp.serving import Engine
 from dspark_exp.serving.http import Front
+from dspark_exp.serving.openai import Prompting
 from dspark_exp.targets import Target
 from tests.conftest import make_cache, make_drafter
 
@@ -29,10 +31,13 @@ class _Server:
         drafter = make_drafter("dspark_markov", target)
         batch = DecodingBatch(target, drafter, make_cache, Sampling(1.0), Full(), rows, 160)
         self.engine = Engine(batch, max_queue)
-        front = Front(
-            self.engine, target.tokenizer, lambda messages: render_prompt(target.tokenizer, messages), "tiny",
-            Sampling(1.0), max_tokens=12,
-        )  # fmt: skip
+        prompting = Prompting(
+            target.tokenizer,
+            lambda messages: render_prompt(target.tokenizer, messages),
+            Sampling(1.0),
+            self.engine.room,
+        )
+        front = Front(self.engine, prompting, "tiny")
         self._server = uvicorn.Server(uvicorn.Config(front.app(), port=0, log_level="error"))
         self._thread = threading.Thread(target=self._server.run, daemon=True)
         self.engine.start()
@@ -59,6 +64,15 @@ def _post(server: _Server, path: str, body: Any, **options: Any) -> requests.Res
     return requests.post(f"{server.url}/{path}", json=body, timeout=60, **options)
 
 
+def _stream(server: _Server, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The events of a stream, its end checked."""
+    with _post(server, path, body | {"stream": True}, stream=True) as reply:
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        lines = [line.decode().removeprefix("data: ") for line in reply.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
 def test_a_chat_completion_is_what_the_loop_decodes(server: _Server, tiny: Target) -> None:
     answer = _post(server, "chat/completions", {"messages": MESSAGES, "seed": 7, "max_tokens": 10}).json()
     ids = render_prompt(tiny.tokenizer, MESSAGES)
@@ -76,14 +90,63 @@ def test_a_chat_completion_is_what_the_loop_decodes(server: _Server, tiny: Targe
 def test_streaming_gives_the_same_text_in_parts(server: _Server) -> None:
     body = {"prompt": "one two three", "seed": 3, "max_tokens": 12, "ignore_eos": True}
     whole = _post(server, "completions", body).json()["choices"][0]["text"]
-    with _post(server, "completions", body | {"stream": True}, stream=True) as reply:
-        assert reply.headers["content-type"].startswith("text/event-stream")
-        lines = [line.decode().removeprefix("data: ") for line in reply.iter_lines() if line]
-    assert lines[-1] == "[DONE]"
-    events = [json.loads(line) for line in lines[:-1]]
-    assert "".join(e["choices"][0]["text"] for e in events if e["choices"]) == whole
-    assert [e["choices"][0]["finish_reason"] for e in events if e["choices"]][-1] == "length"
-    assert events[-1]["usage"]["completion_tokens"] == 12
+    events = _stream(server, "completions", body)
+    assert "".join(event["choices"][0]["text"] for event in events) == whole  # every chunk has its choice
+    assert [event["choices"][0]["finish_reason"] for event in events][-1] == "length"
+    assert events[-1]["dspark"]["rounds"] >= 1
+    *events, usage = _stream(server, "completions", body | {"stream_options": {"include_usage": True}})
+    assert all(event["choices"] for event in events)
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == 12
+
+
+def test_a_streamed_chat_names_its_role_once(server: _Server) -> None:
+    events = _stream(server, "chat/completions", {"messages": MESSAGES, "seed": 3, "ignore_eos": True})
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert [delta.get("role") for delta in deltas] == ["assistant", *[None] * (len(deltas) - 1)]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "add 3 "}, {"type": "text", "text": "and 4"}]}]
+    answer = _post(server, "chat/completions", {"messages": parts, "seed": 3, "ignore_eos": True}).json()
+    assert answer["choices"][0]["message"]["content"].startswith("".join(delta["content"] for delta in deltas))
+
+
+def test_a_stop_text_ends_the_answer_before_itself(server: _Server) -> None:
+    body = {"prompt": "one two three", "seed": 3, "max_tokens": 60, "ignore_eos": True}
+    whole = _post(server, "completions", body).json()["choices"][0]
+    stop = whole["text"][len(whole["text"]) // 2 :][:5]  # over several tokens
+    wanted = whole["text"][: whole["text"].index(stop)]
+    finished, tokens = server.engine.counts["finished"], len(whole["token_ids"])
+    answer = _post(server, "completions", body | {"stop": ["§", stop]}).json()
+    choice = answer["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == (wanted, "stop")
+    assert choice["token_ids"] == whole["token_ids"][: len(choice["token_ids"])]
+    assert answer["usage"]["completion_tokens"] == len(choice["token_ids"]) < tokens
+    events = _stream(server, "completions", body | {"stop": stop})
+    assert "".join(event["choices"][0]["text"] for event in events) == wanted
+    assert events[-1]["choices"][0]["finish_reason"] == "stop"
+    assert server.engine.counts["finished"] == finished + 2
+    begins = whole["text"][-3:] + "§"  # a stop text that begins at the end but never comes holds nothing back
+    events = _stream(server, "completions", body | {"stop": begins})
+    assert "".join(event["choices"][0]["text"] for event in events) == whole["text"]
+
+
+def test_neutral_values_of_what_is_not_offered_are_accepted(server: _Server) -> None:
+    body = {"prompt": "hi", "max_tokens": 2, "n": 1, "presence_penalty": 0.0, "logprobs": None, "echo": False}
+    more = {"stop": None, "response_format": {"type": "text"}, "temperature": 1, "return_token_ids": True}
+    assert _post(server, "completions", body | more).status_code == 200
+
+
+def test_our_own_client_of_such_servers_reads_replies_from_this_one(server: _Server, tiny: Target) -> None:
+    settings = ServerSettings(server.url)
+    client = CompletionServer(settings, {"temperature": 1.0}, 12, tiny.tokenizer, tiny.facts.stop_ids, turn_end=1)
+    ids = render_prompt(tiny.tokenizer, MESSAGES)
+    replies: dict[int, Any] = {}
+    client.generate([(7, ids)], lambda position, reply: replies.update({position: reply}))
+    loop = SpeculativeLoop(tiny, make_drafter("dspark_markov", tiny), make_cache, Sampling(1.0))
+    wanted = loop.run([Request(ids, 12, 7)])[0]
+    content = [token for token in wanted.token_ids if token not in tiny.facts.stop_ids]
+    assert replies[0].token_ids[: len(content)] == content
+    assert replies[0].finish_reason == wanted.finish_reason
+    assert client.num_retokenized == 0
 
 
 def test_token_ids_are_a_prompt_too(server: _Server, tiny: Target) -> None:
@@ -100,12 +163,22 @@ def test_token_ids_are_a_prompt_too(server: _Server, tiny: Target) -> None:
         ("completions", {"prompt": 3}, "text or a list of token ids"),
         ("completions", {"prompt": [5, 10**6]}, "Token ids must lie"),
         ("completions", {"prompt": "hi", "max_tokens": 10**4}, "positions"),
-        ("completions", {"prompt": "hi", "max_tokens": "many"}, "whole numbers"),
+        ("completions", {"prompt": "hi", "max_tokens": "many"}, "whole number"),
+        ("completions", {"prompt": "hi", "max_tokens": 0}, "expected at least 1"),
+        ("completions", {"prompt": "hi", "seed": 2**80}, "2^63"),
+        ("completions", {"prompt": "hi", "seed": "one"}, "whole number"),
+        ("completions", {"prompt": "hi", "stream": "no"}, "true or false"),
+        ("completions", {"prompt": "hi", "stream_options": 1}, "include_usage"),
+        ("completions", {"prompt": "hi", "stop": [""]}, "none of them empty"),
+        ("completions", {"prompt": "hi", "stream": True, "return_token_ids": True}, "whole answers"),
+        ("completions", {"prompt": "hi", "temperature": "warm"}, "a number"),
+        ("completions", {"prompt": "hi", "guided_regex": "a+"}, "Not offered: guided_regex"),
         ("completions", {"prompt": "hi", "temperature": 0.3}, "samples with temperature=1.0"),
-        ("completions", {"prompt": "hi", "logprobs": 3}, "Not offered: logprobs"),
-        ("completions", {"prompt": "hi", "n": 2}, "one answer"),
+        ("completions", {"prompt": "hi", "logprobs": 3}, "Not offered: logprobs=3"),
+        ("completions", {"prompt": "hi", "n": 2}, "Not offered: n=2"),
         ("chat/completions", {"messages": []}, "messages must be"),
         ("chat/completions", {"messages": [{"role": "user"}]}, "messages must be"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "images"),
         ("chat/completions", [1], "JSON object"),
     ],
 )
@@ -161,9 +234,11 @@ def test_a_full_queue_gets_429(tiny: Target, monkeypatch: pytest.MonkeyPatch) ->
     server.close()
 
 
-def test_a_client_that_goes_away_frees_its_row(tiny: Target) -> None:
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_client_that_goes_away_frees_its_row(tiny: Target, streams: bool) -> None:
+    """Also where tokens come all the time."""
     server = _Server(tiny, rows=1)
-    body = {"prompt": "hi", "max_tokens": 120, "ignore_eos": True, "stream": True}
+    body = {"prompt": "hi", "max_tokens": 120, "ignore_eos": True, "stream": streams}
     original = server.engine._batch.round
 
     def slow() -> None:
@@ -171,9 +246,13 @@ def test_a_client_that_goes_away_frees_its_row(tiny: Target) -> None:
         original()
 
     server.engine._batch.round = slow  # type: ignore[method-assign]
-    reply = _post(server, "completions", body, stream=True)
-    next(reply.iter_lines())
-    reply.close()
+    if streams:
+        reply = _post(server, "completions", body, stream=True)
+        next(reply.iter_lines())
+        reply.close()
+    else:
+        with pytest.raises(requests.Timeout):
+            requests.post(f"{server.url}/completions", json=body, timeout=0.3)
     deadline = time.time() + 10
     while server.engine.num_running and time.time() < deadline:
         time.sleep(0.02)

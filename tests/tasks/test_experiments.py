@@ -188,9 +188,8 @@ def test_calibration_from_recorded_shards(folder: Path) -> None:
 
 def test_the_server_is_built_from_the_finished_job(folder: Path) -> None:
     front = serve.build_front(_job(folder, "task=serve", "serving.max_length=64", "serving.max_requests=2"))
-    ticket = front.engine.submit(
-        front._read({"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}, chat=True)[0]
-    )
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
+    ticket = front.engine.submit(front.prompting.read(body, chat=True).request)
     while front.engine.step():
         pass
     assert ticket.status == "finished"

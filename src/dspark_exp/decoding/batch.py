@@ -155,6 +155,8 @@ class DecodingBatch:
         started = time.perf_counter()
         free = [row for row in range(self.num_rows) if row not in self.active]
         entering = {row: Progress(*pair, self._stop_ids) for row, pair in zip(free, requests, strict=False)}
+        for row in entering:  # what an earlier prefill that failed may have left
+            self._unheard.pop(row, None)
         source_of = shared_prefills({row: p.request.prompt_ids for row, p in entering.items()})
         computed, device = sorted(set(source_of.values())), self.target.device
         counts = [len(entering[row].request.prompt_ids) for row in computed]

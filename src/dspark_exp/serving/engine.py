@@ -103,7 +103,7 @@ class Engine:
         self._arrived = threading.Condition(self._lock)
         self._waiting: deque[Ticket] = deque()
         self._running: dict[int, Ticket] = {}
-        self._cancelled: set[int] = set()
+        self._dismissed: dict[int, str] = {}  # number -> how it ends
         self._next_number = 0
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -115,7 +115,8 @@ class Engine:
         """Queue a request; ``on_tokens`` gets new tokens, ``on_end`` follows the last, from the engine's thread.
 
         Raises:
-            DataError: an empty prompt, no new tokens, or more positions than a row of the cache has.
+            DataError: an empty prompt, ids outside the vocabulary, a seed outside 0..2^63-1, no new tokens, or more
+                positions than a row of the cache has.
             QueueFull: too many wait already.
         """
         self._check(request)
@@ -130,12 +131,17 @@ class Engine:
             self._arrived.notify()
         return ticket
 
+    def room(self, prompt_ids: list[int]) -> int:
+        """New tokens that a row of the cache holds after this prompt; 1 at least."""
+        return max(1, self._batch.max_length - self._batch.needs(Request(prompt_ids, 0, 0)))
+
     def cancel(self, ticket: Ticket) -> None:
         """Free what the request holds, at the next round at the latest; what ended already stays ended."""
-        with self._lock:
-            if not ticket.ended.is_set():
-                self._cancelled.add(ticket.number)
-                self._arrived.notify()
+        self._dismiss(ticket, "cancelled")
+
+    def finish(self, ticket: Ticket) -> None:
+        """The caller has all it wants of this request: as ``cancel``, but it ends as finished."""
+        self._dismiss(ticket, "finished")
 
     def start(self) -> None:
         """Step in a thread of the engine's own until ``stop``."""
@@ -163,7 +169,7 @@ class Engine:
 
     def step(self) -> bool:
         """Let requests enter, run one round, hand out its tokens. False = there was nothing to do."""
-        self._drop_cancelled()
+        self._drop_dismissed()
         try:
             self._enter()
             if not self._running:
@@ -178,8 +184,14 @@ class Engine:
         return True
 
     def _check(self, request: Request) -> None:
+        """What would fail in a pass is refused here: there it would end the requests beside it."""
         if not request.prompt_ids:
             raise DataError("The prompt is empty: it must hold at least one token.")
+        vocab_size = self._batch.target.facts.vocab_size
+        if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocab_size:
+            raise DataError(f"Token ids must lie within 0..{vocab_size - 1}.")
+        if not 0 <= request.seed < 2**63:
+            raise DataError(f"seed={request.seed}: expected a number from 0 to 2^63 - 1.")
         if request.max_new_tokens < 1:
             raise DataError(f"max_new_tokens={request.max_new_tokens}: expected at least 1.")
         needed, available = self._batch.needs(request), self._batch.max_length
@@ -199,10 +211,22 @@ class Engine:
         for ticket in entering:
             ticket.status = "running"
             self._running[ticket.number] = ticket
-        self._batch.enter([(t.number, t.request) for t in entering])
+        self._prefill(entering)
         for progress in self._batch.active.values():
             self._running[progress.index].generation = progress.generation
         self._report()
+
+    def _prefill(self, entering: list[Ticket]) -> None:
+        """All in one pass; where it fails, one at a time, so that none fails for another."""
+        try:
+            self._batch.enter([(t.number, t.request) for t in entering])
+        except Exception as error:
+            if len(entering) > 1:
+                for ticket in entering:
+                    self._prefill([ticket])
+                return
+            log.exception("The prefill of request %d failed", entering[0].number)
+            self._end(entering[0], "failed", f"{type(error).__name__}: {error}")
 
     def _report(self) -> None:
         """Give new tokens to their callbacks and let what has ended leave."""
@@ -232,26 +256,32 @@ class Engine:
     def _end(self, ticket: Ticket, status: str, error: str = "") -> None:
         with self._lock:
             self._running.pop(ticket.number, None)
-            self._cancelled.discard(ticket.number)
+            self._dismissed.pop(ticket.number, None)
             self.counts[status] += 1
             ticket.status, ticket.error, ticket.finished_at = status, error, self._clock()
-        ticket.ended.set()
+            ticket.ended.set()
         if ticket.on_end is not None:
             try:
                 ticket.on_end()
             except Exception:  # the caller's fault; the request has ended all the same
                 log.exception("on_end of request %d failed", ticket.number)
 
-    def _drop_cancelled(self) -> None:
+    def _dismiss(self, ticket: Ticket, status: str) -> None:
         with self._lock:
-            wanted = set(self._cancelled)
+            if not ticket.ended.is_set():
+                self._dismissed.setdefault(ticket.number, status)
+                self._arrived.notify()
+
+    def _drop_dismissed(self) -> None:
+        with self._lock:
+            wanted = dict(self._dismissed)
             gone = [t for t in self._waiting if t.number in wanted]
             self._waiting = deque(t for t in self._waiting if t.number not in wanted) if gone else self._waiting
         rows = [row for row, progress in self._batch.active.items() if progress.index in wanted]
         gone += [self._running[self._batch.active[row].index] for row in rows]
         self._batch.leave(rows)
         for ticket in gone:
-            self._end(ticket, "cancelled")
+            self._end(ticket, wanted[ticket.number])
 
     def _fail_all(self, status: str, error: str) -> None:
         with self._lock:

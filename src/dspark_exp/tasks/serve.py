@@ -11,6 +11,7 @@ from dspark_exp.data.rendering import render_prompt
 from dspark_exp.decoding import check_policy
 from dspark_exp.serving import Engine
 from dspark_exp.serving.http import Front
+from dspark_exp.serving.openai import Prompting
 from dspark_exp.tasks.building import build_batch, build_early_exit, build_policy, build_sampling, open_target
 from dspark_exp.tasks.train_eval import Job
 from dspark_exp.tasks.trained import trained_drafter
@@ -52,4 +53,4 @@ def build_front(job: Job) -> Front:
         return render_prompt(target.tokenizer, messages, config.target.thinking)
 
     engine = Engine(batch, wanted.max_queue)
-    return Front(engine, target.tokenizer, render, config.target.name, sampling)
+    return Front(engine, Prompting(target.tokenizer, render, sampling, engine.room), config.target.name)
