@@ -5,66 +5,26 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import requests
-import uvicorn
 
 from dspark_exp.data.completion_server import CompletionServer, ServerSettings
 from dspark_exp.data.rendering import render_prompt
-from dspark_exp.decoding import DecodingBatch, Full, Request, Sampling, SpeculativeLoop
-from dspark_exp.serving import Engine
-from dspark_exp.serving.http import Front
-from dspark_exp.serving.openai import Prompting
+from dspark_exp.decoding import Request, Sampling, SpeculativeLoop
 from dspark_exp.targets import Target
 from tests.conftest import make_cache, make_drafter
+from tests.serving.conftest import Server
 
 MESSAGES = [{"role": "user", "content": "add 3 and 4"}]
 
 
-class _Server:
-    """A front on a free port. ``url`` ends in /v1."""
-
-    def __init__(self, target: Target, rows: int = 4, max_queue: int = 8) -> None:
-        drafter = make_drafter("dspark_markov", target)
-        batch = DecodingBatch(target, drafter, make_cache, Sampling(1.0), Full(), rows, 160)
-        self.engine = Engine(batch, max_queue)
-        prompting = Prompting(
-            target.tokenizer,
-            lambda messages: render_prompt(target.tokenizer, messages),
-            Sampling(1.0),
-            self.engine.room,
-        )
-        front = Front(self.engine, prompting, "tiny")
-        self._server = uvicorn.Server(uvicorn.Config(front.app(), port=0, log_level="error"))
-        self._thread = threading.Thread(target=self._server.run, daemon=True)
-        self.engine.start()
-        self._thread.start()
-        while not self._server.started:
-            time.sleep(0.01)
-        self.root = f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}"
-        self.url = f"{self.root}/v1"
-
-    def close(self) -> None:
-        self._server.should_exit = True
-        self._thread.join(10)
-        self.engine.stop()
-
-
-@pytest.fixture(scope="module")
-def server(tiny: Target) -> Iterator[_Server]:
-    server = _Server(tiny)
-    yield server
-    server.close()
-
-
-def _post(server: _Server, path: str, body: Any, **options: Any) -> requests.Response:
+def _post(server: Server, path: str, body: Any, **options: Any) -> requests.Response:
     return requests.post(f"{server.url}/{path}", json=body, timeout=60, **options)
 
 
-def _stream(server: _Server, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+def _stream(server: Server, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     """The events of a stream, its end checked."""
     with _post(server, path, body | {"stream": True}, stream=True) as reply:
         assert reply.headers["content-type"].startswith("text/event-stream")
@@ -73,7 +33,7 @@ def _stream(server: _Server, path: str, body: dict[str, Any]) -> list[dict[str, 
     return [json.loads(line) for line in lines[:-1]]
 
 
-def test_a_chat_completion_is_what_the_loop_decodes(server: _Server, tiny: Target) -> None:
+def test_a_chat_completion_is_what_the_loop_decodes(server: Server, tiny: Target) -> None:
     answer = _post(server, "chat/completions", {"messages": MESSAGES, "seed": 7, "max_tokens": 10}).json()
     ids = render_prompt(tiny.tokenizer, MESSAGES)
     loop = SpeculativeLoop(tiny, make_drafter("dspark_markov", tiny), make_cache, Sampling(1.0))
@@ -87,7 +47,7 @@ def test_a_chat_completion_is_what_the_loop_decodes(server: _Server, tiny: Targe
     assert answer["dspark"]["rounds"] == len(wanted.rounds)
 
 
-def test_streaming_gives_the_same_text_in_parts(server: _Server) -> None:
+def test_streaming_gives_the_same_text_in_parts(server: Server) -> None:
     body = {"prompt": "one two three", "seed": 3, "max_tokens": 12, "ignore_eos": True}
     whole = _post(server, "completions", body).json()["choices"][0]["text"]
     events = _stream(server, "completions", body)
@@ -100,7 +60,7 @@ def test_streaming_gives_the_same_text_in_parts(server: _Server) -> None:
     assert usage["usage"]["completion_tokens"] == 12
 
 
-def test_a_streamed_chat_names_its_role_once(server: _Server) -> None:
+def test_a_streamed_chat_names_its_role_once(server: Server) -> None:
     events = _stream(server, "chat/completions", {"messages": MESSAGES, "seed": 3, "ignore_eos": True})
     deltas = [event["choices"][0]["delta"] for event in events]
     assert [delta.get("role") for delta in deltas] == ["assistant", *[None] * (len(deltas) - 1)]
@@ -109,7 +69,7 @@ def test_a_streamed_chat_names_its_role_once(server: _Server) -> None:
     assert answer["choices"][0]["message"]["content"].startswith("".join(delta["content"] for delta in deltas))
 
 
-def test_a_stop_text_ends_the_answer_before_itself(server: _Server) -> None:
+def test_a_stop_text_ends_the_answer_before_itself(server: Server) -> None:
     body = {"prompt": "one two three", "seed": 3, "max_tokens": 60, "ignore_eos": True}
     whole = _post(server, "completions", body).json()["choices"][0]
     stop = whole["text"][len(whole["text"]) // 2 :][:5]  # over several tokens
@@ -129,13 +89,13 @@ def test_a_stop_text_ends_the_answer_before_itself(server: _Server) -> None:
     assert "".join(event["choices"][0]["text"] for event in events) == whole["text"]
 
 
-def test_neutral_values_of_what_is_not_offered_are_accepted(server: _Server) -> None:
+def test_neutral_values_of_what_is_not_offered_are_accepted(server: Server) -> None:
     body = {"prompt": "hi", "max_tokens": 2, "n": 1, "presence_penalty": 0.0, "logprobs": None, "echo": False}
     more = {"stop": None, "response_format": {"type": "text"}, "temperature": 1, "return_token_ids": True}
     assert _post(server, "completions", body | more).status_code == 200
 
 
-def test_our_own_client_of_such_servers_reads_replies_from_this_one(server: _Server, tiny: Target) -> None:
+def test_our_own_client_of_such_servers_reads_replies_from_this_one(server: Server, tiny: Target) -> None:
     settings = ServerSettings(server.url)
     client = CompletionServer(settings, {"temperature": 1.0}, 12, tiny.tokenizer, tiny.facts.stop_ids, turn_end=1)
     ids = render_prompt(tiny.tokenizer, MESSAGES)
@@ -149,7 +109,7 @@ def test_our_own_client_of_such_servers_reads_replies_from_this_one(server: _Ser
     assert client.num_retokenized == 0
 
 
-def test_token_ids_are_a_prompt_too(server: _Server, tiny: Target) -> None:
+def test_token_ids_are_a_prompt_too(server: Server, tiny: Target) -> None:
     ids = tiny.tokenizer.encode("one two")
     by_text = _post(server, "completions", {"prompt": "one two", "seed": 1}).json()
     by_ids = _post(server, "completions", {"prompt": ids, "seed": 1}).json()
@@ -182,14 +142,14 @@ def test_token_ids_are_a_prompt_too(server: _Server, tiny: Target) -> None:
         ("chat/completions", [1], "JSON object"),
     ],
 )
-def test_bad_requests_get_a_json_error(server: _Server, path: str, body: Any, message: str) -> None:
+def test_bad_requests_get_a_json_error(server: Server, path: str, body: Any, message: str) -> None:
     reply = _post(server, path, body)
     assert reply.status_code == 400
     assert message in reply.json()["error"]["message"]
     assert reply.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_broken_json_and_unknown_paths(server: _Server) -> None:
+def test_broken_json_and_unknown_paths(server: Server) -> None:
     reply = requests.post(f"{server.url}/completions", data=b"{no json", timeout=10)
     assert reply.status_code == 400
     missing = requests.get(f"{server.url}/nothing", timeout=10)
@@ -198,7 +158,7 @@ def test_broken_json_and_unknown_paths(server: _Server) -> None:
     assert requests.get(f"{server.url}/completions", timeout=10).status_code == 405
 
 
-def test_models_metrics_and_health(server: _Server) -> None:
+def test_models_metrics_and_health(server: Server) -> None:
     _post(server, "completions", {"prompt": "hi"})
     assert requests.get(f"{server.url}/models", timeout=10).json()["data"][0]["id"] == "tiny"
     metrics = requests.get(f"{server.root}/metrics", timeout=10).text
@@ -209,7 +169,7 @@ def test_models_metrics_and_health(server: _Server) -> None:
 
 
 def test_a_full_queue_gets_429(tiny: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = _Server(tiny, rows=1, max_queue=1)
+    server = Server(tiny, rows=1, max_queue=1)
     held = threading.Event()
     original = server.engine._batch.round
 
@@ -237,7 +197,7 @@ def test_a_full_queue_gets_429(tiny: Target, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("streams", [True, False])
 def test_a_client_that_goes_away_frees_its_row(tiny: Target, streams: bool) -> None:
     """Also where tokens come all the time."""
-    server = _Server(tiny, rows=1)
+    server = Server(tiny, rows=1)
     body = {"prompt": "hi", "max_tokens": 120, "ignore_eos": True, "stream": streams}
     original = server.engine._batch.round
 
@@ -264,7 +224,7 @@ def test_a_client_that_goes_away_frees_its_row(tiny: Target, streams: bool) -> N
 
 def test_many_open_requests_do_not_hold_up_one_that_ends(tiny: Target) -> None:
     """More than a pool of threads could wait for."""
-    server = _Server(tiny, rows=40, max_queue=64)
+    server = Server(tiny, rows=40, max_queue=64)
     original = server.engine._batch.round
 
     def slow() -> None:
