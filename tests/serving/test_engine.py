@@ -65,6 +65,12 @@ def test_every_request_gets_what_it_gets_alone(target: Target, kind: str | None)
         assert ticket.submitted_at <= ticket.first_token_at <= ticket.finished_at
         assert ticket.time_to_first_token_s > 0
     assert engine.counts["tokens"] == sum(len(t.generation.token_ids) for t in tickets)
+    rounds = [one for t in tickets for one in t.rounds]
+    assert engine.counts["answer_rounds"] == len(rounds)
+    assert engine.counts["accepted_tokens"] == sum(one.accepted for one in rounds)
+    assert engine.counts["verified_tokens"] == sum(one.verified for one in rounds)
+    assert engine.counts["drafted_tokens"] == sum(one.drafted for one in rounds)
+    assert engine.waited_s == pytest.approx(sum(t.time_to_first_token_s for t in tickets))
     assert engine.num_running == engine.num_waiting == 0
     assert not engine.step()
 

@@ -165,6 +165,9 @@ def test_models_metrics_and_health(server: Server) -> None:
     values = dict(line.split() for line in metrics.splitlines() if not line.startswith("#"))
     assert int(values["dspark_finished_total"]) >= 1
     assert int(values["dspark_tokens_total"]) >= 1
+    assert int(values["dspark_accepted_tokens_total"]) <= int(values["dspark_verified_tokens_total"])
+    assert float(values["dspark_time_to_first_token_seconds_sum"]) > 0
+    assert values["dspark_time_to_first_token_seconds_count"] == values["dspark_answers_total"]
     assert requests.get(f"{server.root}/health", timeout=10).json() == {"status": "ok"}
 
 

@@ -22,6 +22,10 @@ log = logging.getLogger(__name__)
 OnTokens = Callable[[list[int]], None]
 OnEnd = Callable[[], None]
 MAX_PREFILL_TOKENS = 2048
+_COUNTED = (
+    "submitted", "finished", "cancelled", "failed", "rejected", "tokens", "rounds",
+    "answers", "answer_rounds", "drafted_tokens", "verified_tokens", "accepted_tokens",
+)  # fmt: skip
 
 
 def num_entering(prompt_tokens: Iterable[int], num_free: int, max_prefill_tokens: int) -> int:
@@ -82,6 +86,9 @@ class Ticket:
 class Engine:
     """Continuous batching over a ``DecodingBatch``.
 
+    ``counts``: of requests by how they ended; ``tokens`` and ``rounds`` of the engine; and, over the answers,
+    those that ended: their number, rounds, and drafted, verified and accepted draft tokens.
+
     Args:
         batch: rows, caches, drafter, policy.
         max_queue: requests that may wait for a row.
@@ -107,7 +114,8 @@ class Engine:
         self._next_number = 0
         self._stopping = False
         self._thread: threading.Thread | None = None
-        self.counts = dict.fromkeys(("submitted", "finished", "cancelled", "failed", "rejected", "tokens", "rounds"), 0)
+        self.counts = dict.fromkeys(_COUNTED, 0)
+        self.waited_s = 0.0  # sum of times to first token, of the requests that ended
 
     # any thread
 
@@ -259,12 +267,23 @@ class Engine:
             self._dismissed.pop(ticket.number, None)
             self.counts[status] += 1
             ticket.status, ticket.error, ticket.finished_at = status, error, self._clock()
+            self._count(ticket)
             ticket.ended.set()
         if ticket.on_end is not None:
             try:
                 ticket.on_end()
             except Exception:  # the caller's fault; the request has ended all the same
                 log.exception("on_end of request %d failed", ticket.number)
+
+    def _count(self, ticket: Ticket) -> None:
+        """Add what an answer took to the sums, when it ends."""
+        if not ticket.first_token_at:
+            return
+        self.waited_s += ticket.time_to_first_token_s
+        self.counts["answers"] += 1
+        self.counts["answer_rounds"] += len(ticket.rounds)
+        for name in ("drafted", "verified", "accepted"):
+            self.counts[f"{name}_tokens"] += sum(getattr(one, name) for one in ticket.rounds)
 
     def _dismiss(self, ticket: Ticket, status: str) -> None:
         with self._lock:

@@ -73,6 +73,8 @@ class Front:
         lines = [f"# TYPE dspark_{name}_total counter\ndspark_{name}_total {value}" for name, value in counts.items()]
         for name, value in (("running", self.engine.num_running), ("waiting", self.engine.num_waiting)):
             lines.append(f"# TYPE dspark_requests_{name} gauge\ndspark_requests_{name} {value}")
+        name = "dspark_time_to_first_token_seconds"
+        lines.append(f"# TYPE {name} summary\n{name}_sum {self.engine.waited_s}\n{name}_count {counts['answers']}")
         return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
 
     async def _answer(self, http: HTTPRequest, chat: bool) -> Response:
