@@ -19,6 +19,10 @@ _BAD = {
     "not a JSON object": [1],
     "no turns: expected a key conversations, messages or turns": {"messages": []},
     "a turn of role tool, which is not supported": {"messages": [{"role": "tool", "content": "{}"}]},
+    "a turn of role ['user'], which is not supported": {"messages": [{"role": ["user"], "content": "hi"}]},
+    "turns that are not a list": {"turns": "one"},
+    "a turn whose content is not text": {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+    "finished is neither true nor false": {"turns": ["one"], "finished": "no"},
 }
 
 
@@ -37,6 +41,15 @@ def test_three_spellings_are_read_and_bad_rows_counted_by_reason(tmp_path: Path)
     assert kept.domain == "chat"
     assert [m["role"] for m in kept.prompts.messages] == ["user"]
     assert thought.messages[1] == {"role": "assistant", "content": "", "reasoning_content": "r"}
+
+
+def test_text_parts_are_joined_and_a_line_that_is_no_utf8_is_counted(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    parts = {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]}
+    path.write_bytes("\ufeff".encode() + json.dumps(parts).encode() + b'\n{"turns": ["\xff\xfe"]}\n')
+    loaded = jsonl_conversations(str(path))
+    assert [c.messages for c in loaded.conversations] == [({"role": "user", "content": "ab"},)]
+    assert loaded.dropped == {"not JSON": 1}
 
 
 def test_a_file_without_any_conversation_says_why(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from dspark_exp.data.sources import Conversation
 from dspark_exp.errors import DataError
 from dspark_exp.targets import Target
 from dspark_exp.tasks import regenerate as recipe
+from dspark_exp.tasks.prepare_data import corpus_of
 from dspark_exp.tasks.regenerate import regenerate
 from tests.conftest import composed
 from tests.data.test_completion_server import FakeServer
@@ -110,3 +111,18 @@ def test_a_server_may_answer_instead_of_the_target(tiny: Target, tmp_path: Path)
     assert len(prompts) == 3  # two turns of the first conversation, one of the second
     assert {body["temperature"] for body in fake.bodies} == {1.0}
     assert [row.input_ids[-1] for row in rows] == [tiny.facts.stop_ids[0]] * 2
+
+
+def test_replies_that_are_there_are_kept_and_only_missing_ones_generated(config, tiny: Target, tmp_path: Path) -> None:
+    config.paths.cache = str(tmp_path)
+    config.data.max_dropped = 1.0
+    reply = {"role": "assistant", "content": "7 is the answer"}
+    given = [Conversation((*_user(text).messages, reply), "math") for text in ("sum 3 and 4", "sum 2 and 5")]
+    mixed = [given[0], *CONVERSATIONS, given[1]]
+    corpus, origin = corpus_of(config, tiny, mixed, {"not JSON": 2})
+    kept = corpus_of(config, tiny, given, {})[0]
+    made, made_origin = corpus_of(config, tiny, CONVERSATIONS, {})
+    assert corpus.rows == kept.rows + made.rows
+    assert corpus.dropped["not JSON"] == 2
+    assert origin["replies"] == "given 2, others regenerated"
+    assert origin["prompts_sha256"] == made_origin["prompts_sha256"]  # the same file of replies serves both

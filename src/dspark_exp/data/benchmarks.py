@@ -100,7 +100,9 @@ def _file_turns(path: Path) -> list[str]:
         if isinstance(row, ValueError):
             raise DataError(f"{path} {row}: not JSON.")
         if isinstance(row, dict) and row.get("turns"):
-            turns.append(str(row["turns"][0]))
+            if not isinstance(row["turns"], list) or not isinstance(row["turns"][0], str):
+                raise DataError(f'{path}: {str(row)[:80]} … is no prompt; expected {{"turns": ["text", ...]}}.')
+            turns.append(row["turns"][0])
     return turns
 
 

@@ -110,15 +110,16 @@ def read_jsonl(path: Path) -> Iterator[Any]:
         DataError: the file cannot be read.
     """
     try:
-        lines: Iterable[str] = path.read_text(encoding="utf-8").split("\n")
+        stream = path.open("rb")
     except OSError as error:
         raise DataError(f"Cannot read {path}: {error.strerror}. Give an existing JSONL file.") from error
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError as error:
-                yield ValueError(f"line {number}: {error.msg}")
+    with stream:
+        for number, line in enumerate(stream, start=1):
+            if line.strip():
+                try:
+                    yield json.loads(line)
+                except ValueError as error:  # no JSON, or no UTF-8
+                    yield ValueError(f"line {number}: {error}")
 
 
 def _loaded(rows: Iterable[Any], where: str, domains: Mapping[str, Sequence[str]]) -> Loaded:
@@ -141,23 +142,34 @@ def _conversation(row: Any, domains: Mapping[str, Sequence[str]]) -> Conversatio
     if not isinstance(row, dict):
         raise DataError("not a JSON object")
     turns = row.get("conversations") or row.get("messages")
-    if turns:
-        messages = tuple(_message(turn) for turn in turns)
-    elif row.get("turns"):
-        messages = tuple({"role": "user", "content": str(turn)} for turn in row["turns"])
-    else:
+    prompts = row.get("turns")
+    if not turns and not prompts:
         raise DataError("no turns: expected a key conversations, messages or turns")
-    source = str(row.get("source") or "")
-    return Conversation(messages, _domain(row, source, domains), source, bool(row.get("finished", True)))
+    if not isinstance(turns or prompts, list):
+        raise DataError("turns that are not a list")
+    messages = tuple(map(_message, turns) if turns else ({"role": "user", "content": _text(x)} for x in prompts))
+    source, finished = str(row.get("source") or ""), row.get("finished", True)
+    if not isinstance(finished, bool):
+        raise DataError("finished is neither true nor false")
+    return Conversation(messages, _domain(row, source, domains), source, finished)
 
 
 def _message(turn: Any) -> Message:
     role = turn.get("role") or turn.get("from") if isinstance(turn, dict) else None
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         raise DataError(f"a turn of role {role}, which is not supported")
-    message = {"role": _ROLES[role], "content": turn.get("content") or turn.get("value") or ""}
-    reasoning = turn.get("reasoning_content") or turn.get("reasoning")
+    message = {"role": _ROLES[role], "content": _text(turn.get("content") or turn.get("value"))}
+    reasoning = _text(turn.get("reasoning_content") or turn.get("reasoning"))
     return message | {"reasoning_content": reasoning} if reasoning else message
+
+
+def _text(content: Any) -> str:
+    """A text, or the joined texts of a list of text parts."""
+    parts = content if isinstance(content, list) else [content or ""]
+    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise DataError("a turn whose content is not text")
+    return "".join(texts)
 
 
 def _domain(row: Mapping[str, Any], source: str, domains: Mapping[str, Sequence[str]]) -> str:

@@ -86,8 +86,8 @@ class Ticket:
 class Engine:
     """Continuous batching over a ``DecodingBatch``.
 
-    ``counts``: of requests by how they ended; ``tokens`` and ``rounds`` of the engine; and, over the answers,
-    those that ended: their number, rounds, and drafted, verified and accepted draft tokens.
+    ``counts``: requests by how they ended; ``tokens`` and ``rounds`` of the engine; of the answers that ended, their
+    number, their rounds, and their drafted, verified and accepted draft tokens.
 
     Args:
         batch: rows, caches, drafter, policy.

@@ -135,7 +135,7 @@ def measure_rows(config: ExperimentConfig) -> Rows:
     train, _, _ = conversations_of(config)
     sample = random.Random(0).sample(train, min(_SAMPLE, len(train)))
     exact = all(item.has_reply for item in train)
-    lengths = [n for item in sample for n in _lengths(config, item, tokenizer, stop_ids, exact)]
+    lengths = [n for item in sample for n in _lengths(config, item, tokenizer, stop_ids)]
     if not lengths:
         raise DataError("None of the sampled rows can be rendered; look at them with task=inspect_data.")
     lengths = [min(length, config.data.max_length) for length in lengths]
@@ -143,11 +143,9 @@ def measure_rows(config: ExperimentConfig) -> Rows:
     return Rows(rows, sum(lengths) / len(lengths), max(lengths), exact)
 
 
-def _lengths(
-    config: ExperimentConfig, item: Conversation, tokenizer: Any, stop_ids: tuple[int, ...], exact: bool
-) -> list[int]:
+def _lengths(config: ExperimentConfig, item: Conversation, tokenizer: Any, stop_ids: tuple[int, ...]) -> list[int]:
     thinking = config.target.thinking
-    if not exact:
+    if not item.has_reply:
         turns = sum(message["role"] == "user" for message in item.messages)
         return [len(render_prompt(tokenizer, item.prompts.messages, thinking)) + turns * config.data.max_new_tokens]
     try:
