@@ -141,13 +141,13 @@ def _conversation(row: Any, domains: Mapping[str, Sequence[str]]) -> Conversatio
         raise DataError("not JSON")
     if not isinstance(row, dict):
         raise DataError("not a JSON object")
-    turns = row.get("conversations") or row.get("messages")
-    prompts = row.get("turns")
-    if not turns and not prompts:
+    replied, prompts = row.get("conversations") or row.get("messages"), row.get("turns")
+    turns = replied or prompts
+    if not turns:
         raise DataError("no turns: expected a key conversations, messages or turns")
-    if not isinstance(turns or prompts, list):
+    if not isinstance(turns, list):
         raise DataError("turns that are not a list")
-    messages = tuple(map(_message, turns) if turns else ({"role": "user", "content": _text(x)} for x in prompts))
+    messages = tuple(_message(turn if replied else {"role": "user", "content": turn}) for turn in turns)
     source, finished = str(row.get("source") or ""), row.get("finished", True)
     if not isinstance(finished, bool):
         raise DataError("finished is neither true nor false")
@@ -167,9 +167,9 @@ def _text(content: Any) -> str:
     """A text, or the joined texts of a list of text parts."""
     parts = content if isinstance(content, list) else [content or ""]
     texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part for part in parts]
-    if not all(isinstance(text, str) for text in texts):
+    if any(not isinstance(text, str) for text in texts):
         raise DataError("a turn whose content is not text")
-    return "".join(texts)
+    return "".join(map(str, texts))
 
 
 def _domain(row: Mapping[str, Any], source: str, domains: Mapping[str, Sequence[str]]) -> str:
