@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -184,6 +185,16 @@ def test_calibration_from_recorded_shards(folder: Path) -> None:
     assert "served traffic" in results["calibration"]["dataset"]
     with pytest.raises(ConfigError, match=r"calibration\.prompts"):
         train_eval(_job(folder, "+calibration.prompts=3", "seed=8"))
+
+
+def test_a_port_that_is_taken_is_said_before_anything_is_loaded(folder: Path, monkeypatch) -> None:
+    monkeypatch.setattr(serve, "build_front", lambda _: pytest.fail("loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"serving.port={port} cannot be had: .*in use"):
+            serve.run_serve(_job(folder, "task=serve", f"serving.port={port}"))
+    with pytest.raises(ConfigError, match=r"serving\.port=70000 cannot be had"):
+        serve.run_serve(_job(folder, "task=serve", "serving.port=70000"))
 
 
 def test_the_server_is_built_from_the_finished_job(folder: Path) -> None:

@@ -23,6 +23,7 @@ from dspark_exp.serving.engine import Engine, QueueFull
 from dspark_exp.serving.openai import Prompting, Reply
 
 _POLL_S = 0.2
+_STARTED = time.time()
 _END = None
 
 
@@ -60,9 +61,8 @@ class Front:
         return await self._answer(http, chat=True)
 
     async def models(self, _: HTTPRequest) -> Response:
-        return JSONResponse(
-            {"object": "list", "data": [{"id": self.model, "object": "model", "owned_by": "dspark_exp"}]}
-        )
+        model = {"id": self.model, "object": "model", "created": int(_STARTED), "owned_by": "dspark_exp"}
+        return JSONResponse({"object": "list", "data": [model]})
 
     async def health(self, _: HTTPRequest) -> Response:
         return JSONResponse({"status": "ok"})

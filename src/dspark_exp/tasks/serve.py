@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Sequence
+from contextlib import suppress
 
 import uvicorn
 
 from dspark_exp.data.rendering import render_prompt
 from dspark_exp.decoding import check_policy
+from dspark_exp.errors import ConfigError
 from dspark_exp.serving import Engine
 from dspark_exp.serving.http import Front
 from dspark_exp.serving.openai import Prompting
@@ -17,21 +20,45 @@ from dspark_exp.tasks.train_eval import Job
 from dspark_exp.tasks.trained import trained_drafter
 
 log = logging.getLogger(__name__)
+_GRACE_S = 10
 
 
 def run_serve(job: Job) -> None:
-    """Serve until interrupted."""
+    """Serve until interrupted; answers on their way then have some seconds to end.
+
+    Raises:
+        ConfigError: the address cannot be had, said before anything is loaded or trained.
+    """
     config, wanted = job.config, job.config.serving
-    front = build_front(job)
-    front.engine.start()
-    log.info(
-        "%s with %s at http://%s:%d/v1 (policy %s)",
-        config.target.name, config.drafter.name, wanted.host, wanted.port, config.policy["_target_"].rsplit(".", 1)[-1],
-    )  # fmt: skip
+    with _bound(wanted.host, wanted.port) as bound:
+        front = build_front(job)
+        front.engine.start()
+        log.info(
+            "%s with %s at http://%s:%d/v1 (policy %s)",
+            config.target.name, config.drafter.name, wanted.host, bound.getsockname()[1],
+            config.policy["_target_"].rsplit(".", 1)[-1],
+        )  # fmt: skip
+        settings = uvicorn.Config(front.app(), log_level="warning", timeout_graceful_shutdown=_GRACE_S)
+        try:
+            with suppress(KeyboardInterrupt):
+                uvicorn.Server(settings).run(sockets=[bound])
+        finally:
+            front.engine.stop()
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket that holds the address and does not listen yet."""
+    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        uvicorn.run(front.app(), host=wanted.host, port=wanted.port, log_level="warning")
-    finally:
-        front.engine.stop()
+        found.bind((host, port))
+    except (OSError, OverflowError) as error:
+        found.close()
+        raise ConfigError(
+            f"serving.host={host} serving.port={port} cannot be had: {error}. Choose another serving.port, or 0 for a "
+            "free one."
+        ) from error
+    return found
 
 
 def build_front(job: Job) -> Front:
