@@ -132,6 +132,8 @@ def _check_ranges(config: ExperimentConfig) -> None:
         raise ConfigError(f"trainer.max_steps={config.trainer.max_steps}: expected at least 0.")
     if config.load.slice_s is not None and config.load.slice_s <= 0:
         raise ConfigError(f"load.slice_s={config.load.slice_s}: expected seconds above 0, or null.")
+    if not config.load.rates or min(config.load.rates) <= 0:
+        raise ConfigError(f"load.rates={config.load.rates}: expected shares of what plain decoding serves, above 0.")
     if config.evaluation.packed_gb < 0:
         raise ConfigError(f"evaluation.packed_gb={config.evaluation.packed_gb}: expected gigabytes, 0 for none.")
     if not 0 <= config.data.max_dropped <= 1:
@@ -148,6 +150,7 @@ def _check_choices(config: ExperimentConfig) -> None:
         "trainer.strategy": (config.trainer.strategy, ("ddp", "fsdp")),
         "benchmark.source": (config.benchmark.source, ("language", "prompts")),
     }
+    choices |= {f"load.arrivals[{i}]": (kind, ("poisson", "bursty")) for i, kind in enumerate(config.load.arrivals)}
     for name, (chosen, allowed) in choices.items():
         if chosen not in allowed:
             raise ConfigError(f"{name}={chosen!r} is unknown; choose from {', '.join(map(str, allowed))}.")

@@ -199,15 +199,17 @@ class ServingConfig:
 
 @dataclass
 class LoadConfig:
-    """Load tests: experiments pareto, load_adaptive, staleness, early_exit, calibration_shift."""
+    """Load tests: experiments pareto, load_adaptive, latency, staleness, early_exit, calibration_shift."""
 
-    concurrency: list[int]  # users of a closed loop
+    concurrency: list[int]  # users of a closed loop; an open loop has as many rows as the most of them
+    rates: list[float]  # of latency, as shares of what plain decoding serves
+    arrivals: list[str]  # of latency: poisson, bursty
     requests_per_user: int
     min_requests: int  # of a load test
     repeats: int  # of every point
     slice_s: float | None  # arms take turns of so many seconds; null = one after the other, one engine in memory
     threshold: float  # of the arm that verifies by a static threshold
-    arms: list[str]  # of pareto
+    arms: list[str]  # of pareto and latency
 
 
 @dataclass

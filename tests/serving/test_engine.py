@@ -12,7 +12,7 @@ import pytest
 from dspark_exp.decoding import DecodingBatch, EarlyExit, Full, Request, Sampling, SpeculativeLoop, VerificationPolicy
 from dspark_exp.errors import ConfigError, DataError
 from dspark_exp.scheduling import AsyncScheduler, CapacityCurve
-from dspark_exp.serving import Arrivals, ClosedLoop, Engine, QueueFull, Stopwatch, drive, serve_in_turns
+from dspark_exp.serving import Arrivals, ClosedLoop, Engine, OpenLoop, QueueFull, Stopwatch, drive, serve_in_turns
 from dspark_exp.serving.engine import num_entering
 from dspark_exp.targets import Target
 from tests.conftest import make_cache, make_drafter
@@ -286,7 +286,7 @@ def test_ten_thousand_requests_with_cancellations_and_bad_prompts(target: Target
     assert not engine._dismissed
 
 
-def test_closed_and_open_loops_serve_everything(target: Target) -> None:
+def test_a_closed_loop_serves_everything(target: Target) -> None:
     requests = _requests(20)
     closed = drive(_engine(target), requests, concurrency=3)
     assert len(closed.served) == 20
@@ -294,10 +294,30 @@ def test_closed_and_open_loops_serve_everything(target: Target) -> None:
     summary = closed.summary()
     assert summary["tokens_per_round"] >= 1
     assert summary["drafted_share"] == 1
-    times = Arrivals(500.0).times(20, seed=0)
-    assert len(drive(_engine(target), requests, arrivals=times.tolist()).served) == 20
-    with pytest.raises(ConfigError, match="either"):
-        drive(_engine(target), requests)
+
+
+def test_an_open_loop_counts_waits_from_arrival_and_skips_idle_time(target: Target) -> None:
+    """One row, rounds of 0.1 s by a clock that nothing else moves: every time can be worked out by hand."""
+    clock = Stopwatch()
+    clock.skip(1.0)
+    engine = _engine(target, None, rows=1, clock=clock)
+    run = engine._batch.round
+
+    def timed_round() -> None:
+        run()
+        clock.skip(0.1)
+
+    engine._batch.round = timed_round  # type: ignore[method-assign]
+    requests = [Request([3, 4], 3, i, ignore_stop=True) for i in range(4)]  # one token at once, two rounds
+    loop = OpenLoop(engine, requests, [0.0, 0.05, 10.0, 10.0], clock)
+    (result,) = serve_in_turns([(loop, Stopwatch())], slice_s=100.0)
+    assert [s.first_token_s for s in result.served] == pytest.approx([0.0, 0.15, 0.0, 0.2])
+    assert result.seconds == pytest.approx(10.4)
+    assert result.busy_s == pytest.approx(0.8)
+    assert [s.tokens_per_s for s in result.served] == pytest.approx([10.0] * 4)
+    summary = result.summary()
+    assert summary["first_token_s_p90"] == pytest.approx(0.185)
+    assert [t.generation.token_ids for t in loop._tickets] == _alone(target, requests, None)
 
 
 def test_loops_in_turns_serve_what_they_serve_alone_and_count_their_own_time(target: Target) -> None:

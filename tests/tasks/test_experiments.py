@@ -13,7 +13,7 @@ from dspark_exp.calibration import Calibration, read_calibration
 from dspark_exp.config import resolved_dict, validated
 from dspark_exp.errors import ConfigError
 from dspark_exp.reports.rebuild import rebuild
-from dspark_exp.tasks import confidence, export, load, profile_capacity, serve
+from dspark_exp.tasks import confidence, export, latency, load, profile_capacity, serve
 from dspark_exp.tasks.train_eval import Job, train_eval
 from dspark_exp.tasks.trained import finished_checkpoint, trained_drafter
 from tests.conftest import composed
@@ -82,6 +82,7 @@ def test_an_experiment_finds_the_finished_job_and_trains_nothing(folder: Path) -
         ("threshold", confidence.run_threshold, "threshold.png", "Acceptance rate from threshold 0 to 0.9"),
         ("calibration_shift", confidence.run_calibration_shift, "calibration_shift.png", "The costliest change"),
         ("load_adaptive", load.run_load_adaptive, "load_adaptive.png", "The asynchronous scheduler verifies"),
+        ("latency", latency.run_latency, "latency.png", "against plain decoding"),
         ("early_exit", load.run_early_exit, "early_exit.png", "Best change at 3 users"),
         ("staleness", load.run_staleness, "staleness.png", "The most that age costs here"),
     ],

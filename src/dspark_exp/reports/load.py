@@ -41,7 +41,8 @@ def write_pareto(folder: Path, results: dict[str, Any]) -> Path:
     return write_report(folder, results, _pareto_text(results), results["rows"])
 
 
-def _by_arm(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+def by_arm(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Rows of each arm, in order."""
     found: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         found.setdefault(row["arm"], []).append(row)
@@ -50,7 +51,7 @@ def _by_arm(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 def _pareto_figure(results: dict[str, Any], path: Path) -> None:
     figure, axis = plt.subplots(figsize=(7.5, 5))
-    for arm, rows in _by_arm(results["rows"]).items():
+    for arm, rows in by_arm(results["rows"]).items():
         x = [row["tokens_per_s_per_user"] for row in rows]
         y = [row["throughput"] for row in rows]
         spread = [
@@ -61,7 +62,7 @@ def _pareto_figure(results: dict[str, Any], path: Path) -> None:
             x,
             y,
             yerr=spread,
-            color=_color(arm),
+            color=arm_color(arm),
             marker=MARKERS.get(arm, "x"),
             ms=5,
             lw=1.4,
@@ -105,24 +106,27 @@ def frontier_verdicts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         better = [
             name
             for name, row in here.items()
-            if _ratio(row, ours).low > 1 and row["tokens_per_s_per_user"] > ours["tokens_per_s_per_user"]
+            if ratio_of_runs(row, ours).low > 1 and row["tokens_per_s_per_user"] > ours["tokens_per_s_per_user"]
         ]
-        found.append({"concurrency": concurrency, "against_simple": _ratio(ours, simple), "better": better})
+        found.append({"concurrency": concurrency, "against_simple": ratio_of_runs(ours, simple), "better": better})
     return found
 
 
-def _ratio(row: dict[str, Any], other: dict[str, Any]) -> Interval:
+def ratio_of_runs(row: dict[str, Any], other: dict[str, Any], key: str = "runs") -> Interval:
     """Throughput of one arm over that of another, run by run, since a shared machine drifts from run to run.
 
     One run says nothing about the next: its interval is everything.
+
+    Args:
+        key: of other figures by run.
     """
-    if len(row["runs"]) < 2:
-        return Interval(row["runs"][0] / other["runs"][0], 0.0, math.inf)
-    logs = Interval.of_runs(np.log(np.array(row["runs"]) / np.array(other["runs"])).tolist())
+    if len(row[key]) < 2:
+        return Interval(row[key][0] / other[key][0], 0.0, math.inf)
+    logs = Interval.of_runs(np.log(np.array(row[key]) / np.array(other[key])).tolist())
     return Interval(math.exp(logs.mean), math.exp(logs.low), math.exp(logs.high))
 
 
-def _change(ratio: Interval) -> str:
+def change(ratio: Interval) -> str:
     """As a gain or a loss in percent with its interval."""
     mean, low, high = (100 * (value - 1) for value in (ratio.mean, ratio.low, ratio.high))
     return f"{mean:+.1f} %" + (f" [{low:+.1f}, {high:+.1f}]" if math.isfinite(high) else " (one run: no interval)")
@@ -151,7 +155,7 @@ def _pareto_text(results: dict[str, Any]) -> str:
 
 
 def _scheduler_part(rows: Sequence[dict[str, Any]]) -> list[str]:
-    if "async_scheduler" not in _by_arm(rows):
+    if "async_scheduler" not in by_arm(rows):
         return []
     verdicts = frontier_verdicts(rows)
     off = [v["concurrency"] for v in verdicts if v["better"]]
@@ -160,7 +164,7 @@ def _scheduler_part(rows: Sequence[dict[str, Any]]) -> list[str]:
     lines = [
         [
             str(v["concurrency"]),
-            _change(v["against_simple"]),
+            change(v["against_simple"]),
             "NO" if v["better"] else "yes",
             ", ".join(v["better"]) or "-",
         ]
@@ -200,7 +204,7 @@ def _simulator_part(rows: Sequence[dict[str, Any]]) -> list[str]:
 def _grid(rows: Sequence[dict[str, Any]], cell: Any) -> str:
     users = sorted({row["concurrency"] for row in rows})
     lines = []
-    for arm, of_arm in _by_arm(rows).items():
+    for arm, of_arm in by_arm(rows).items():
         known = {row["concurrency"]: row for row in of_arm}
         lines.append([arm, *(cell(known[u]) if u in known else "-" for u in users)])
     return table(["users", *map(str, users)], lines)
@@ -215,12 +219,12 @@ def write_load_adaptive(folder: Path, results: dict[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     figure, axes = plt.subplots(1, 2, figsize=(10.5, 4))
     users = sorted({row["concurrency"] for row in results["rows"]})
-    for arm, rows in _by_arm(results["rows"]).items():
+    for arm, rows in by_arm(results["rows"]).items():
         for axis, key in zip(axes, ("throughput", "verified_per_round"), strict=True):
             axis.plot(
                 [row["concurrency"] for row in rows],
                 [row[key] for row in rows],
-                color=_color(arm),
+                color=arm_color(arm),
                 marker=MARKERS.get(arm, "x"),
                 ms=5,
                 lw=1.4,
@@ -271,8 +275,8 @@ def write_early_exit(folder: Path, results: dict[str, Any]) -> Path:
         base = here.get(name.split(",")[0])
         gain = "-"
         if base is not None and base is not row:
-            ratio = _ratio(row, base)
-            gain = _change(ratio)
+            ratio = ratio_of_runs(row, base)
+            gain = change(ratio)
             gains.append((ratio.mean - 1, name))
         lines.append(
             [
@@ -287,7 +291,7 @@ def write_early_exit(folder: Path, results: dict[str, Any]) -> Path:
     axis.barh(
         names[::-1],
         [here[n]["throughput"] for n in names[::-1]],
-        color=[_color(n.split(",")[0]) for n in names[::-1]],
+        color=[arm_color(n.split(",")[0]) for n in names[::-1]],
         height=0.6,
     )
     axis.set_xlabel(f"tokens per second, {users} users")
@@ -362,5 +366,6 @@ def write_staleness(folder: Path, results: dict[str, Any]) -> Path:
     return write_report(folder, results, "\n\n".join(parts) + "\n", rows)
 
 
-def _color(arm: str) -> str:
+def arm_color(arm: str) -> str:
+    """The arm's colour in every figure."""
     return COLORS.get(arm, "#333333")

@@ -12,6 +12,7 @@ from dspark_exp.reports.build import write_files
 from dspark_exp.reports.capacity import write_capacity_report
 from dspark_exp.reports.confidence import write_reliability, write_shift, write_threshold
 from dspark_exp.reports.index_page import write_index
+from dspark_exp.reports.latency import write_latency
 from dspark_exp.reports.load import write_early_exit, write_load_adaptive, write_pareto, write_staleness
 from dspark_exp.reports.search import write_search_files
 from dspark_exp.reports.sweeps import write_sweep_files
@@ -25,6 +26,7 @@ _WRITERS: dict[str, Callable[[Path, dict[str, Any]], object]] = {  # by task, in
     "calibration_shift": write_shift,
     "pareto": write_pareto,
     "load_adaptive": write_load_adaptive,
+    "latency": write_latency,
     "early_exit": write_early_exit,
     "staleness": write_staleness,
 }

@@ -2,13 +2,23 @@
 
 from dspark_exp.serving.engine import Engine, QueueFull, Ticket
 from dspark_exp.serving.simulator import SimulatedRequest, simulate
-from dspark_exp.serving.traffic import Arrivals, ClosedLoop, LoadResult, Served, Stopwatch, drive, serve_in_turns
+from dspark_exp.serving.traffic import (
+    Arrivals,
+    ClosedLoop,
+    LoadResult,
+    OpenLoop,
+    Served,
+    Stopwatch,
+    drive,
+    serve_in_turns,
+)
 
 __all__ = [
     "Arrivals",
     "ClosedLoop",
     "Engine",
     "LoadResult",
+    "OpenLoop",
     "QueueFull",
     "Served",
     "SimulatedRequest",

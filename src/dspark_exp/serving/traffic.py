@@ -87,8 +87,9 @@ class LoadResult:
         return sum(s.tokens for s in self.served) / max(self.seconds, 1e-9)
 
     def summary(self) -> dict[str, Any]:
-        """Figures of the test; speeds of users as median and 10 % quantile."""
+        """Figures of the test; speeds of users as median and 10 % quantile, their waits as median and 90 %."""
         speeds = [s.tokens_per_s for s in self.served if s.tokens > 1]
+        waits = [s.first_token_s for s in self.served]
         rounds = sum(s.rounds for s in self.served)
         return {
             "requests": len(self.served),
@@ -97,7 +98,8 @@ class LoadResult:
             "throughput": self.throughput,
             "tokens_per_s_per_user": statistics.median(speeds) if speeds else 0.0,
             "tokens_per_s_per_user_p10": float(np.quantile(speeds, 0.1)) if speeds else 0.0,
-            "first_token_s": statistics.median([s.first_token_s for s in self.served]) if self.served else 0.0,
+            "first_token_s": statistics.median(waits) if waits else 0.0,
+            "first_token_s_p90": float(np.quantile(waits, 0.9)) if waits else 0.0,
             "verified_per_round": sum(s.verified for s in self.served) / max(1, rounds),
             "drafted_share": sum(s.drafted_rounds for s in self.served) / max(1, rounds),
             "tokens_per_round": sum(s.tokens for s in self.served) / max(1, rounds),
@@ -112,6 +114,10 @@ class Stopwatch:
 
     def __call__(self) -> float:
         return self._total if math.isnan(self._since) else self._total + time.perf_counter() - self._since
+
+    def skip(self, seconds: float) -> None:
+        """Go forward at once."""
+        self._total += seconds
 
     def __enter__(self) -> None:
         self._since = time.perf_counter()
@@ -155,10 +161,56 @@ class ClosedLoop:
         return LoadResult(seconds, [_served(ticket) for ticket in self._tickets], seconds)
 
 
+class OpenLoop:
+    """Requests that arrive at given times, whatever the engine does; one step at a time.
+
+    Time in which nothing is in flight is skipped, not waited for. Users wait from their arrival on.
+
+    Args:
+        engine: without requests. It must go by the same clock.
+        arrivals: seconds from now of each request, rising.
+    """
+
+    def __init__(
+        self, engine: Engine, requests: Sequence[Request], arrivals: Sequence[float], clock: Stopwatch
+    ) -> None:
+        self._engine, self._clock, self._started = engine, clock, clock()
+        self._arrivals = [self._started + float(seconds) for seconds in arrivals]
+        self._waiting = list(zip(self._arrivals, requests, strict=True))[::-1]
+        self._total = sum(r.max_new_tokens for r in requests)
+        self._tokens_before, self._idle_s = engine.counts["tokens"], 0.0
+        self._tickets: list[Ticket] = []
+
+    @property
+    def progress(self) -> float:
+        """From 0 to 1, which is not reached where answers end before their limit."""
+        return (self._engine.counts["tokens"] - self._tokens_before) / max(1, self._total)
+
+    def step(self) -> bool:
+        """Who has arrived goes in, one round. False = everything has ended."""
+        while self._waiting and self._waiting[-1][0] <= self._clock():
+            self._tickets.append(self._engine.submit(self._waiting.pop()[1]))
+        if self._engine.step():
+            return True
+        if self._waiting:
+            idle = max(0.0, self._waiting[-1][0] - self._clock())
+            self._clock.skip(idle)
+            self._idle_s += idle
+        return bool(self._waiting)
+
+    def result(self) -> LoadResult:
+        """After the last step."""
+        seconds = self._clock() - self._started
+        served = [_served(ticket, at) for ticket, at in zip(self._tickets, self._arrivals, strict=True)]
+        return LoadResult(seconds, served, seconds - self._idle_s)
+
+
 def serve_in_turns(
-    loops: Sequence[tuple[ClosedLoop, Stopwatch]], slice_s: float, between: Callable[[], None] = lambda: None
+    loops: Sequence[tuple[ClosedLoop | OpenLoop, Stopwatch]],
+    slice_s: float,
+    between: Callable[[], None] = lambda: None,
 ) -> list[LoadResult]:
-    """Closed loops on a machine whose speed drifts: the one that is least far gets the next ``slice_s`` seconds.
+    """Loops on a machine whose speed drifts: the one that is least far gets the next ``slice_s`` seconds.
 
     Each result holds the loop's own time alone. ``between`` is called before every slice.
     """
@@ -176,52 +228,21 @@ def serve_in_turns(
     return [results[place] for place in range(len(loops))]
 
 
-def drive(
-    engine: Engine, requests: Sequence[Request], concurrency: int | None = None, arrivals: Sequence[float] | None = None
-) -> LoadResult:
-    """Serve all requests, stepping the engine in this thread.
-
-    Args:
-        concurrency: users of a closed loop; with ``arrivals`` (seconds from now of each request) an open loop instead.
-
-    Raises:
-        ConfigError: neither or both.
-    """
-    if (concurrency is None) == (arrivals is None):
-        raise ConfigError("A load test needs either a concurrency or arrival times.")
-    if arrivals is not None:
-        return _open_loop(engine, requests, [float(t) for t in arrivals])
-    assert concurrency is not None
+def drive(engine: Engine, requests: Sequence[Request], concurrency: int) -> LoadResult:
+    """Serve all requests in a closed loop of so many users, stepping the engine in this thread."""
     loop = ClosedLoop(engine, requests, concurrency, time.perf_counter)
     while loop.step():
         pass
     return loop.result()
 
 
-def _open_loop(engine: Engine, requests: Sequence[Request], arrivals: Sequence[float]) -> LoadResult:
-    waiting, times = list(requests)[::-1], list(arrivals)[::-1]
-    tickets: list[Ticket] = []
-    started, idle = time.perf_counter(), 0.0
-    while True:
-        while waiting and time.perf_counter() - started >= times[-1]:
-            times.pop()
-            tickets.append(engine.submit(waiting.pop()))
-        if not engine.step():
-            if not waiting:
-                break
-            pause = max(0.0, min(0.01, times[-1] - (time.perf_counter() - started)))
-            time.sleep(pause)
-            idle += pause
-    seconds = time.perf_counter() - started
-    return LoadResult(seconds, [_served(ticket) for ticket in tickets], seconds - idle)
-
-
-def _served(ticket: Ticket) -> Served:
+def _served(ticket: Ticket, arrived_at: float | None = None) -> Served:
+    waited_s = ticket.time_to_first_token_s if arrived_at is None else ticket.first_token_at - arrived_at
     return Served(
         tokens=len(ticket.generation.token_ids),
         rounds=len(ticket.rounds),
         verified=sum(r.verified for r in ticket.rounds),
         drafted_rounds=sum(r.drafted > 0 for r in ticket.rounds),
-        first_token_s=ticket.time_to_first_token_s,
+        first_token_s=waited_s,
         tokens_per_s=ticket.tokens_per_s,
     )

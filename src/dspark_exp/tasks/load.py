@@ -35,6 +35,7 @@ from dspark_exp.serving import (
     ClosedLoop,
     Engine,
     LoadResult,
+    OpenLoop,
     SimulatedRequest,
     Stopwatch,
     drive,
@@ -156,16 +157,27 @@ class Bench:
         return max(wanted.min_requests, wanted.requests_per_user * concurrency)
 
     def serve(
-        self, arms: Sequence[Arm], concurrency: int, requests: Sequence[Request], gauge: Gauge | None = None
+        self,
+        arms: Sequence[Arm],
+        concurrency: int,
+        requests: Sequence[Request],
+        gauge: Gauge | None = None,
+        arrivals: Sequence[float] | None = None,
     ) -> list[LoadResult]:
-        """A load test of every arm, in turns of ``load.slice_s`` seconds; null: one arm after the other."""
+        """A load test of every arm, in turns of ``load.slice_s`` seconds; null: one arm after the other.
+
+        A closed loop of ``concurrency`` users, or, with ``arrivals``, an open one into as many rows.
+        """
         slice_s = self.job.config.load.slice_s
         between = gauge.work if gauge is not None else lambda: None
         if slice_s is not None:
-            return serve_in_turns([self._loop(arm, concurrency, requests) for arm in arms], slice_s, between)
-        return [serve_in_turns([self._loop(arm, concurrency, requests)], 1.0, between)[0] for arm in arms]
+            loops = [self._loop(arm, concurrency, requests, arrivals) for arm in arms]
+            return serve_in_turns(loops, slice_s, between)
+        return [serve_in_turns([self._loop(arm, concurrency, requests, arrivals)], 1.0, between)[0] for arm in arms]
 
-    def _loop(self, arm: Arm, concurrency: int, requests: Sequence[Request]) -> tuple[ClosedLoop, Stopwatch]:
+    def _loop(
+        self, arm: Arm, concurrency: int, requests: Sequence[Request], arrivals: Sequence[float] | None
+    ) -> tuple[ClosedLoop | OpenLoop, Stopwatch]:
         """On a fresh engine, after two requests that warm it up and tell schedulers what drafts bring."""
         block = arm.drafter.block_size if arm.drafter is not None else 0
         batch = build_batch(
@@ -179,9 +191,11 @@ class Bench:
             arm.early_exit,
         )
         clock = Stopwatch()
-        engine = Engine(batch, clock=clock)
+        engine = Engine(batch, max_queue=len(requests), clock=clock)
         warm_up = [Request(r.prompt_ids, min(24, r.max_new_tokens), r.seed) for r in requests[:2]]
         drive(engine, warm_up, concurrency=2)
+        if arrivals is not None:
+            return OpenLoop(engine, requests, arrivals, clock), clock
         return ClosedLoop(engine, requests, concurrency, clock), clock
 
     def gauge(self, concurrency: int) -> Gauge | None:
@@ -232,8 +246,8 @@ class Bench:
                 for arm, result in zip(order, self.serve(order, concurrency, requests, gauge), strict=True):
                     summaries[arm.name].append(result.summary())
             common = {"concurrency": concurrency} | ({"drift": gauge.drift} if gauge is not None else {})
-            rows += [{"arm": name, **common, **_median(runs)} for name, runs in summaries.items()]
-            shown = ", ".join(f"{name} {_median(runs)['throughput']:.0f}" for name, runs in summaries.items())
+            rows += [{"arm": name, **common, **median_of(runs)} for name, runs in summaries.items()]
+            shown = ", ".join(f"{name} {median_of(runs)['throughput']:.0f}" for name, runs in summaries.items())
             log.info("%d users, tokens/s: %s", concurrency, shown)
         return rows
 
@@ -314,7 +328,8 @@ def run_staleness(job: Job) -> Path:
     return write_staleness(bench.folder, bench.header() | {"rows": rows})
 
 
-def _median(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def median_of(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over repeated runs, and what each run's throughput was."""
     middle = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
     throughput = [run["throughput"] for run in runs]
     spread = {"throughput_low": min(throughput), "throughput_high": max(throughput)}
