@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
+import threading
+import time
 from pathlib import Path
 
 import pytest
+import requests
 import torch
+import uvicorn
 
 from dspark_exp.calibration import Calibration, read_calibration
 from dspark_exp.config import resolved_dict, validated
@@ -196,6 +201,30 @@ def test_a_port_that_is_taken_is_said_before_anything_is_loaded(folder: Path, mo
             serve.run_serve(_job(folder, "task=serve", f"serving.port={port}"))
     with pytest.raises(ConfigError, match=r"serving\.port=70000 cannot be had"):
         serve.run_serve(_job(folder, "task=serve", "serving.port=70000"))
+
+
+def test_the_server_answers_at_a_free_port_and_ends(folder: Path, monkeypatch, caplog) -> None:
+    servers: list[uvicorn.Server] = []
+
+    class Kept(uvicorn.Server):
+        def __init__(self, settings: uvicorn.Config) -> None:
+            super().__init__(settings)
+            servers.append(self)
+
+    monkeypatch.setattr(serve.uvicorn, "Server", Kept)
+    caplog.set_level("INFO", "dspark_exp.tasks.serve")
+    job = _job(folder, "task=serve", "serving.max_length=64", "serving.max_requests=2", "serving.port=0")
+    thread = threading.Thread(target=serve.run_serve, args=(job,))
+    thread.start()
+    deadline = time.time() + 60
+    while not (servers and servers[0].started) and time.time() < deadline:
+        time.sleep(0.05)
+    (url,) = re.findall(r"http://\S+/v1", caplog.text)
+    answer = requests.post(f"{url}/completions", json={"prompt": "hello", "max_tokens": 4}, timeout=30).json()
+    assert 1 <= answer["usage"]["completion_tokens"] <= 4
+    servers[0].should_exit = True
+    thread.join(30)
+    assert not thread.is_alive()
 
 
 def test_the_server_is_built_from_the_finished_job(folder: Path) -> None:
