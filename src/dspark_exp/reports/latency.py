@@ -64,15 +64,15 @@ def _figure(results: dict[str, Any], path: Path) -> None:
                     label=arm.replace("_", " "),
                 )
             if scale == 1:
-                axis.set_ylim(0)
                 axis.set_xlabel("requests a second, % of what plain decoding serves")
             else:
-                axis.set_yscale("log")
                 axis.set_title(kind, fontsize=11)
+            axis.set_ylim(0)
             axis.grid(alpha=0.25)
             axis.spines[["top", "right"]].set_visible(False)
         line[0].set_ylabel(label)
-    axes[1][0].legend(frameon=False, fontsize=9)
+    handles = axes[0][0].get_legend_handles_labels()
+    figure.legend(*handles, frameon=False, fontsize=9, ncol=3, loc="upper center", bbox_to_anchor=(0.5, 0.04))
     figure.suptitle(f"Waiting and reading under load, {results['drafter']} on {results['target']}", fontsize=11, y=0.95)
     save_figure(figure, path, wspace=0.08)
 
